@@ -1,0 +1,279 @@
+"""What a long job tells its user: progress on the console, numbers in JSONL and in wandb, a curve of them.
+
+Knows nothing of models, data or training; a record is a step and a few named numbers. The only file that
+imports wandb.
+
+Names that `plot_curve` understands, each alone or behind a prefix such as `validation/`:
+    loss                     the loss
+    accuracy@K               share of positions whose draft of depth K is right
+    acceptance_length        tokens per pass that those accuracies imply
+"""
+
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+
+from spechead.errors import UserError
+from spechead.files import make_folder, reason
+
+LOG_NAME = "log.jsonl"
+CURVE_NAME = "training_curve.png"
+WANDB_ID_NAME = "wandb_id.txt"
+PLAIN_INTERVAL_S = 10.0
+
+
+# ------------------------------------------------------------------------------------------------ progress
+
+
+class Progress:
+    """A bar with rate and remaining time on a terminal; elsewhere a line every ten seconds and one at the end.
+
+    `done` is what an earlier run already did: it counts towards the total and not towards the rate.
+    A `quiet` one shows nothing (every process but the first of a distributed job).
+    """
+
+    def __init__(
+        self, title: str, total: int | None, unit: str = "step", *, done: int = 0, quiet: bool = False
+    ) -> None:
+        self.title, self.total, self.unit = title, total, unit
+        self.done, self.note = done, ""
+        self._first = done
+        self._quiet = quiet
+        self._started = self._last_line = time.monotonic()
+        self._printed = -1
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> Self:
+        self._started = self._last_line = time.monotonic()
+        console = Console(stderr=True)
+        if console.is_terminal and not self._quiet:
+            columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}")
+            self._bar = Bar(*columns, console=console)
+            self._task = self._bar.add_task(self.title, total=self.total, completed=self.done, state="")
+            self._bar.start()
+        return self
+
+    def advance(self, count: int = 1, note: str = "") -> None:
+        self.done += count
+        self.note = note or self.note
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done, state=self.state())
+        elif time.monotonic() - self._last_line >= PLAIN_INTERVAL_S:
+            self._print_line()
+
+    def state(self) -> str:
+        """`120/400 step | 2.1 step/s | 2:13 left | loss 3.21`"""
+        elapsed = time.monotonic() - self._started
+        fresh = self.done - self._first
+        parts = [
+            f"{self.done}/{self.total} {self.unit}" if self.total is not None else f"{self.done} {self.unit}"
+        ]
+        if fresh > 0 and elapsed > 0:
+            rate = fresh / elapsed
+            parts.append(f"{rate:.1f} {self.unit}/s" if rate >= 1 else f"{1 / rate:.1f} s/{self.unit}")
+            if self.total is not None and self.done < self.total:
+                parts.append(f"{clock((self.total - self.done) / rate)} left")
+            else:
+                parts.append(f"{clock(elapsed)} in all")
+        return " | ".join(parts + [self.note] * bool(self.note))
+
+    def _print_line(self) -> None:
+        self._last_line = time.monotonic()
+        self._printed = self.done
+        if not self._quiet:
+            print(f"{self.title} {self.state()}", file=sys.stderr, flush=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=self.done, state=self.state())
+            self._bar.stop()
+        elif self._printed != self.done:
+            self._print_line()
+
+
+def clock(seconds: float) -> str:
+    """`2:13`, or `1:02:13` from an hour on."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+# ------------------------------------------------------------------------------------------------ records
+
+
+class Sink(Protocol):
+    """Somewhere else that records go to."""
+
+    def log(self, values: dict[str, Any]) -> None: ...
+    def finish(self) -> None: ...
+
+
+class NoWandb:
+    """Stands in for a wandb run when wandb is disabled."""
+
+    def log(self, values: dict[str, Any]) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
+
+
+class NoLog:
+    """Stands in for a RunLog in every process but the first."""
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class RunLog:
+    """Records of one run: lines of `log.jsonl`, flushed one by one, and a wandb run.
+
+    With `resume` the lines and the wandb run are carried on; otherwise both start anew.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        wandb_mode: str = "disabled",
+        project: str = "spechead",
+        config: Mapping[str, Any] | None = None,
+        resume: bool = False,
+    ) -> None:
+        self.path = Path(folder) / LOG_NAME
+        make_folder(self.path.parent)
+        try:
+            if resume and self.path.exists():
+                _drop_half_line(self.path)
+            self._file = self.path.open("a" if resume else "w", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write the log {self.path}: {reason(error)}") from error
+        self._sink = _open_wandb(Path(folder), wandb_mode, project, dict(config or {}), resume)
+
+    def record(self, step: int, values: Mapping[str, float]) -> None:
+        """Several records of one step (training, then validation) are fine: `read_log` joins them."""
+        row = {"step": int(step), "time": round(time.time(), 3)} | {k: _number(v) for k, v in values.items()}
+        try:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise UserError(f"cannot write the log {self.path}: {reason(error)}") from error
+        self._sink.log(row)
+
+    def close(self) -> None:
+        self._file.close()
+        self._sink.finish()
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """One row a step, in order of steps. A step recorded again, as after a resume, keeps its last values."""
+    path = Path(folder) / LOG_NAME
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise UserError(f"no training log at {path}: {reason(error)}") from error
+    rows: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(
+        lines[:-1], start=1
+    ):  # what follows the last newline is a half-written line
+        try:
+            row = json.loads(line)
+            rows.setdefault(row["step"], {}).update(row)
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} line {number} is not a record of a training log") from error
+    return [rows[step] for step in sorted(rows)]
+
+
+def _number(value: float) -> float | int | None:
+    """A plain number for JSON, which has no NaN and no infinity."""
+    if isinstance(value, int):
+        return int(value)
+    return float(value) if math.isfinite(float(value)) else None
+
+
+def _drop_half_line(path: Path) -> None:
+    """Cut what a killed run left behind the last newline."""
+    text = path.read_bytes()
+    whole = text.rfind(b"\n") + 1
+    if whole < len(text):
+        os.truncate(path, whole)
+
+
+def _open_wandb(folder: Path, mode: str, project: str, config: dict[str, Any], resume: bool) -> Sink:
+    if mode == "disabled":
+        return NoWandb()
+    if mode not in ("offline", "online"):
+        raise UserError(f"wandb mode {mode!r} is unknown: use disabled, offline or online")
+    try:
+        import wandb
+    except ImportError as error:
+        raise UserError(f"wandb mode {mode!r} needs the package wandb: install it or use disabled") from error
+    id_file = folder / WANDB_ID_NAME
+    run_id = id_file.read_text().strip() if resume and id_file.exists() else None
+    run = wandb.init(
+        dir=str(folder),
+        mode="online" if mode == "online" else "offline",
+        project=project,
+        config=config,
+        id=run_id,
+        resume="allow" if run_id else None,
+    )
+    # Own x axis: wandb's internal step must never go back, a resumed run does.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    id_file.write_text(run.id + "\n")
+    return run
+
+
+# ------------------------------------------------------------------------------------------------ curve
+
+
+def plot_curve(folder: Path) -> Path:
+    """Draw loss, accuracy by depth and implied acceptance length of `log.jsonl` into `training_curve.png`."""
+    from matplotlib.figure import Figure
+
+    rows = read_log(folder)
+    panels = [
+        ("loss", re.compile(r"(^|/)loss$")),
+        ("accuracy by depth", re.compile(r"(^|/)accuracy@\d+$")),
+        ("implied acceptance length", re.compile(r"(^|/)acceptance_length$")),
+    ]
+    names = {name for row in rows for name in row}
+    shown = [(title, sorted(filter(pattern.search, names))) for title, pattern in panels]
+    shown = [(title, series) for title, series in shown if series] or [("nothing recorded yet", [])]
+
+    figure = Figure(figsize=(5.2 * len(shown), 3.8), layout="constrained")
+    for axes, (title, series) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
+        for name in series:
+            points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+            style = {"marker": "o", "markersize": 3} if "/" in name else {"alpha": 0.7, "linewidth": 1}
+            axes.plot(*zip(*points, strict=True) if points else ([], []), label=name, **style)
+        axes.set_title(title)
+        axes.set_xlabel("optimizer step")
+        axes.grid(alpha=0.3)
+        if series:
+            axes.legend(fontsize=8)
+    path = Path(folder) / CURVE_NAME
+    temporary = path.with_name(path.name + ".tmp")
+    try:
+        figure.savefig(temporary, format="png", dpi=130)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(f"cannot write {path}: {reason(error)}") from error
+    return path
