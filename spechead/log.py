@@ -37,7 +37,7 @@ PLAIN_INTERVAL_S = 10.0
 
 
 class Progress:
-    """A bar with rate and remaining time on a terminal; elsewhere a line every ten seconds and one at the end.
+    """A bar with rate and remaining time on a terminal; elsewhere a line every ten seconds and a last one.
 
     `done` is what an earlier run already did: it counts towards the total and not towards the rate.
     A `quiet` one shows nothing (every process but the first of a distributed job).

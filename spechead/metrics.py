@@ -1,0 +1,123 @@
+"""What the numbers of spechead mean: acceptance, survival, speed-up and their intervals, each defined once.
+
+Knows nothing of models, heads, prompts or reports: it takes counts and seconds. docs/metrics.md explains the
+same definitions in words.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+Floats = NDArray[np.float64]
+RESAMPLES = 2000
+
+
+# ------------------------------------------------------------------------------------------------ acceptance
+
+
+def acceptance_length(tokens: float, passes: float) -> float | None:
+    """tau: tokens committed by passes / passes, bonus tokens included. Pool both sums over a suite first."""
+    return tokens / passes if passes else None
+
+
+def survival(drafted: Sequence[int], accepted: Sequence[int]) -> list[float]:
+    """survival@k for k = 1, 2, ...: passes that accepted at least k drafts / passes that offered depth k.
+
+    tau = 1 + the sum of this list, where every pass offers every depth and no stop or cap cuts a pass.
+    """
+    depths = range(1, max(drafted, default=0) + 1)
+    return [sum(a >= k for a in accepted) / sum(d >= k for d in drafted) for k in depths]
+
+
+def conditional_acceptance(drafted: Sequence[int], accepted: Sequence[int]) -> list[float | None]:
+    """cond_accept@k for k = 1, 2, ...: of the passes that offered depth k and accepted depths 1 to k-1, the
+    share that accepted depth k too; None where no pass came so far. Their running product is survival, where
+    every pass offers every depth."""
+    passes = list(zip(drafted, accepted, strict=True))
+    rates: list[float | None] = []
+    for k in range(1, max(drafted, default=0) + 1):
+        reached = sum(d >= k and a >= k - 1 for d, a in passes)
+        rates.append(sum(a >= k for _, a in passes) / reached if reached else None)
+    return rates
+
+
+def walk(hits: Tensor, valid: Tensor) -> tuple[int, int]:
+    """Passes and tokens of a chain, from teacher-forced flags walked as decoding walks them.
+
+    hits:  bool [K, T], hits[k, t]: the draft of depth k+1 started at row t equals the true token
+    valid: bool [T], the rows whose tokens decoding would write, in one or more runs
+
+        row      0  1  2  3  4  5
+        depth 1  x  .  x  x  .  x      pass 1 at row 0 accepts 2, commits 3 tokens
+        depth 2  x  .  .  x  .  .      pass 2 at row 3 accepts 2, commits 3 tokens: 2 passes, 6 tokens
+
+    The plain mean over rows would overstate decoding: a pass starts where the last one failed, so that hard
+    rows start more passes than easy ones. The end of a run ends the text, and cuts its last pass.
+    """
+    accepted = hits.long().cumprod(0).sum(0).tolist()  # [T]
+    rows = valid.tolist()
+    passes = tokens = t = 0
+    while t < len(rows):
+        if not rows[t]:
+            t += 1
+            continue
+        passes += 1
+        end = t + accepted[t] + 1
+        while t < end and t < len(rows) and rows[t]:
+            t, tokens = t + 1, tokens + 1
+    return passes, tokens
+
+
+# ------------------------------------------------------------------------------------------------ speed
+
+
+def speedup(plain_seconds: float, plain_tokens: float, seconds: float, tokens: float) -> float:
+    """Plain seconds per token / speculative seconds per token."""
+    return (plain_seconds / plain_tokens) / (seconds / tokens)
+
+
+def interval(
+    columns: Sequence[Sequence[float]], statistic: Callable[..., Floats], *, seed: int = 0
+) -> tuple[float, float] | None:
+    """Bootstrap 95 % interval of a pooled statistic, resampling whole prompts: their passes go together.
+
+    Each column has one number a prompt; `statistic` gets the columns' sums over a resampled set of prompts,
+    as arrays with one entry a resample, and pools them. None if no resample gives a number.
+    """
+    values = np.asarray(columns, dtype=np.float64)  # [C, P]
+    prompts = values.shape[1]
+    if prompts == 0:
+        return None
+    picked = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        results = np.asarray(statistic(*values[:, picked].sum(-1)))  # [RESAMPLES]
+    results = results[np.isfinite(results)]
+    if results.size == 0:
+        return None
+    low, high = np.quantile(results, [0.025, 0.975])
+    return float(low), float(high)
+
+
+# ------------------------------------------------------------------------------------------------ theory
+
+
+def expected_tokens(alpha: float, length: int) -> float:
+    """Tokens per pass of a chain of `length` drafts, each accepted with probability alpha (arXiv 2211.17192):
+    (1 - alpha^(K+1)) / (1 - alpha), the bonus token included. alpha 0.8, K 5: 3.69."""
+    if alpha == 1:
+        return length + 1.0
+    return float((1 - alpha ** (length + 1)) / (1 - alpha))
+
+
+def pass_cost(v: float, depth: float, c: float, rest: float = 0.0) -> float:
+    """v + d c + o: seconds of one speculative pass / seconds of one plain pass; also the acceptance length at
+    which speculation breaks even. v: verifying the tree / one plain pass; c: one draft step / one plain pass;
+    rest (o): everything else of a pass / one plain pass."""
+    return v + depth * c + rest
+
+
+def predicted_speedup(tau: float, v: float, depth: float, c: float, rest: float = 0.0) -> float:
+    """The speed model: tau / (v + d c + o)."""
+    return tau / pass_cost(v, depth, c, rest)
