@@ -1,0 +1,70 @@
+"""The attention function that targets run with: torch's SDPA, keys and values shared inside a query group.
+
+transformers copies keys and values for every query group whenever an explicit mask is given, which makes the verification
+of a tree slower than it is. Knows nothing of trees; the caller brings the mask. Without a mask, several queries are causal.
+
+Legend: B batch, N query heads, G key/value heads, Q queries, S keys, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+NAME = "spechead"
+
+
+def shared_group_attention(
+    module: nn.Module,
+    query: Tensor,  # [B, N, Q, D]
+    key: Tensor,  # [B, G, S, D]
+    value: Tensor,  # [B, G, S, D]
+    attention_mask: Tensor | None,  # additive or bool, [B, 1, Q, S]
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """The signature of transformers' AttentionInterface. Returns [B, Q, N, D]."""
+    causal = attention_mask is None and query.shape[2] > 1 and is_causal is not False
+    if softcap:
+        return _softcapped(query, key, value, attention_mask, scaling, softcap, causal), None
+    shared = query.shape[1] != key.shape[1]
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=scaling, is_causal=causal, enable_gqa=shared
+    )  # [B, N, Q, D]
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _softcapped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float,
+    causal: bool,
+) -> Tensor:
+    """Attention whose scores are squeezed by softcap·tanh(s/softcap) (Gemma 2), which SDPA cannot do."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    scores = torch.tanh(query @ key.transpose(2, 3) * scale / softcap) * softcap  # [B, N, Q, S]
+    if causal:
+        size = (query.shape[2], key.shape[2])
+        hidden = torch.ones(size, dtype=torch.bool, device=query.device).triu(1)
+        scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    return (weights @ value).transpose(1, 2).contiguous()
+
+
+AttentionInterface.register(NAME, shared_group_attention)
+AttentionMaskInterface.register(NAME, sdpa_mask)  # so that transformers' own generate builds masks for it

@@ -1,0 +1,320 @@
+"""The target: any stock causal language model of transformers, frozen, giving hidden states, tapped features and logits.
+
+The one file that loads transformers models. No modeling code is copied: forward hooks keep the tapped layers, and an explicit
+4-D mask with position ids describes a tree or packed documents. Knows nothing of heads, drafts or training.
+
+Legend: B batch, T new tokens, P tokens in the cache, H hidden size, K tapped layers, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import logging as transformers_logging
+
+from spechead import attention, embedded
+from spechead.cache import KVCache
+from spechead.errors import UserError
+from spechead.packed import can_pack, pack_linears
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_SAMPLED = 4096  # weights of each tensor that enter the fingerprint
+
+
+@dataclass
+class TargetOutput:
+    """What one target forward leaves for others. Rows are positions."""
+
+    hidden: Tensor  # [B, T, H] after the final norm: what the output layer reads
+    features: Tensor  # [B, T, K*H] the tapped layers side by side, lowest first; K may be 0
+
+    def rows(self, index: Tensor) -> TargetOutput:
+        """The positions `index` [n] of every batch row, in that order."""
+        return TargetOutput(self.hidden[:, index], self.features[:, index])
+
+
+class Target:
+    """A frozen causal model with its tokenizer.
+
+    `layers` are indices into Hugging Face's `hidden_states`: 0 is the embedding, i the output of decoder layer i - 1, and the
+    last index is the state after the final norm.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name
+        self.config = model.config.get_text_config()
+        self.device = model.get_input_embeddings().weight.device
+        self.dtype = model.get_input_embeddings().weight.dtype
+        self.hidden_size: int = self.config.hidden_size
+        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self.n_layers: int = self.config.num_hidden_layers
+        self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
+        self.eos_ids = _eos_ids(model, tokenizer)
+        self.packed = False
+        self._decoder = _decoder(model)
+        self._blocks = _blocks(self._decoder, self.n_layers, name)
+        self._output = model.get_output_embeddings()
+        parameters = inspect.signature(self._decoder.forward).parameters
+        self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
+        softcapped = getattr(self.config, "attn_logit_softcapping", None)  # SDPA cannot, our function can
+        self._shared_attention = bool(getattr(model, "_supports_sdpa", False) or softcapped)
+        model.set_attn_implementation(attention.NAME if self._shared_attention else "eager")
+        self._check_logits()
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        *,
+        dtype: str = "float32",
+        device: str = "auto",
+        trust_remote_code: bool = False,
+        pack: bool = True,
+    ) -> Target:
+        """Load `smollm2-135m` (embedded), a local folder or a hub id. `pack`: for decoding on a CPU, see packed.py."""
+        transformers_logging.disable_progress_bar()
+        where = str(embedded.embedded_folder()) if name == embedded.NAME else name
+        chosen = _device(device)
+        if dtype not in DTYPES:
+            raise UserError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                where, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
+            ).to(chosen)
+            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, ImportError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            known = "" if Path(name).is_dir() else f" (a folder, a hub id or {embedded.NAME!r} is expected)"
+            raise UserError(f"target {name!r} cannot be loaded{known}: {first}") from error
+        target = cls(model, tokenizer, name)
+        if pack:
+            target.pack()
+        return target
+
+    def pack(self) -> None:
+        """Reorder the weights for fast decoding on a CPU; after it the layers' own weights cannot be read."""
+        _ = self.fingerprint  # needs the weights
+        if can_pack(self.device, self.dtype) and not self.packed:
+            pack_linears(self.model)
+            self.packed = True
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 over every tensor's name, shape and evenly spaced values rounded to bfloat16, so that it is the same for
+        every dtype a model is loaded in; another fine-tuning of the same model differs."""
+        digest = hashlib.sha256()
+        for name, weight in sorted(self.model.named_parameters()):
+            flat = weight.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // _SAMPLED)].to(torch.bfloat16).cpu()
+            digest.update(f"{name}{tuple(weight.shape)}".encode())
+            digest.update(sample.view(torch.int16).numpy().tobytes())
+        return digest.hexdigest()
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids: Tensor,  # [B, T]
+        *,
+        layers: Sequence[int] = (),
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,  # [B, T]; default: after the cache, one by one
+        visible: Tensor | None = None,  # bool [B, T, T]: which of the new tokens each may see; default: causal
+    ) -> TargetOutput:
+        """Run new tokens behind those of the cache, all of which they see (inside a sliding window, where there is one)."""
+        past = cache.length if cache is not None else 0
+        if positions is None:
+            positions = torch.arange(past, past + ids.shape[1], device=ids.device).expand(ids.shape)  # [B, T]
+        arguments = {self._cache_keyword: cache, "use_cache": cache is not None}
+        taps = _Taps(self._blocks, layers)
+        with taps:
+            out = self._decoder(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=self._masks(past, positions, visible),
+                **arguments,
+            )
+        hidden = out.last_hidden_state  # [B, T, H]
+        return TargetOutput(hidden, taps.features(hidden))
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
+        """The output layer on final hidden states [..., H]: float32 [..., V], or only its `rows` [n]: [..., n]."""
+        if rows is None:
+            return self._scaled(self._output(hidden).float())
+        weight, bias = self.output_rows(rows)
+        return self._scaled(nn.functional.linear(hidden, weight, bias).float())
+
+    def output_rows(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weight [n, H] and bias [n] of the output layer for the given token ids (kept for the next call)."""
+        held = self.__dict__.get("_held_rows")
+        if held is None or held[0] is not rows:
+            weight = self._output_weight()[rows]  # [n, H]
+            bias = getattr(self._output, "bias", None)
+            held = self._held_rows = (rows, weight, None if bias is None else bias[rows])
+        return held[1], held[2]
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """The input embeddings of ids, exactly as the target forms them (scaled where it scales): [..., H]."""
+        return self.model.get_input_embeddings()(ids)
+
+    @property
+    def last_block(self) -> nn.Module:
+        """The last decoder layer, for heads that start from its weights (only before `pack`)."""
+        return self._blocks[-1]
+
+    def norm_weight(self, norm: nn.Module) -> Tensor | None:
+        """The weight [H] that an RMSNorm in effect multiplies by (Gemma stores it less one); None for other norms."""
+        if "RMSNorm" not in type(norm).__name__:
+            return None
+        return norm(torch.ones(1, self.hidden_size, device=self.device, dtype=torch.float32))[0].float()
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """The norm between the last layer and the output layer."""
+        return next(module for name, module in self._decoder.named_children() if "norm" in name)
+
+    def _output_weight(self) -> Tensor:
+        weight = getattr(self._output, "weight", None)
+        if weight is None:  # packed: a tied output layer is the embedding
+            if not self.config.tie_word_embeddings:
+                raise UserError(
+                    "the output layer is packed: rows of it must be read before the target is packed"
+                )
+            weight = self.model.get_input_embeddings().weight
+        return weight
+
+    def _scaled(self, logits: Tensor) -> Tensor:
+        """What some families do to logits behind the output layer; `_check_logits` proves it complete."""
+        if getattr(self.config, "logit_scale", None):  # Cohere
+            logits = logits * self.config.logit_scale
+        if getattr(self.config, "logits_scaling", None):  # Granite
+            logits = logits / self.config.logits_scaling
+        cap = getattr(self.config, "final_logit_softcapping", None)  # Gemma
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    @torch.no_grad()
+    def _check_logits(self) -> None:
+        ids = torch.arange(1, 4, device=self.device)[None] % self.vocab_size
+        whole = self.model(input_ids=ids, use_cache=False).logits.float()
+        ours = self.logits(self.forward(ids).hidden)
+        tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
+        if not torch.allclose(ours, whole, rtol=tolerance, atol=tolerance):
+            raise UserError(
+                f"target {self.name!r} ({self.config.model_type}) changes its logits behind the output layer in a way "
+                "that spechead does not know; it cannot be used"
+            )
+
+    def _masks(self, past: int, positions: Tensor, visible: Tensor | None) -> Any:
+        """The 4-D mask(s) [B, 1, T, P+T]: the cache and the `visible` new tokens, cut by the window of sliding layers.
+
+        None where our attention function needs none: one new token, or a plain causal prefill, without a window in reach.
+        """
+        window = getattr(self.config, "sliding_window", None)
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        in_reach = window is not None and int(positions.max()) >= window
+        batch, new = positions.shape
+        plain = self._shared_attention and visible is None and (past == 0 or new == 1)
+        if visible is None:
+            visible = torch.ones(new, new, dtype=torch.bool, device=positions.device).tril()[None]
+        allowed = visible.expand(batch, new, new)
+        allowed = torch.cat([allowed.new_ones(batch, new, past), allowed], -1)  # [B, T, P+T]
+        full = None if plain else self._additive(allowed)
+        if not kinds:
+            kinds = {"sliding_attention"} if window is not None else {"full_attention"}
+        masks: dict[str, Any] = {"full_attention": full, "sliding_attention": full}
+        if in_reach and "sliding_attention" in kinds:
+            before = torch.arange(past, device=positions.device).expand(batch, past)
+            keys = torch.cat([before, positions], -1)  # [B, P+T]
+            near = positions[:, :, None] - keys[:, None, :] < window  # [B, T, P+T]
+            masks["sliding_attention"] = self._additive(allowed & near)
+        if getattr(self.config, "layer_types", None) and self._takes_mask_dict:
+            return {kind: masks.get(kind, full) for kind in kinds}
+        return masks["sliding_attention" if "sliding_attention" in kinds else "full_attention"]
+
+    def _additive(self, allowed: Tensor) -> Tensor:
+        blocked = torch.finfo(self.dtype).min
+        return torch.zeros_like(allowed, dtype=self.dtype).masked_fill_(~allowed, blocked)[:, None]
+
+    @cached_property
+    def _takes_mask_dict(self) -> bool:
+        """Whether the family picks a mask per layer type out of a dict (those with `layer_types` that mix windows)."""
+        return "causal_mask_mapping" in inspect.getsource(type(self._decoder).forward)
+
+
+class _Taps:
+    """Forward hooks that keep the asked hidden states of one forward, and nothing else."""
+
+    def __init__(self, blocks: nn.ModuleList, layers: Sequence[int]) -> None:
+        self._blocks, self._layers = blocks, list(layers)
+        self._kept: dict[int, Tensor] = {}
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        for layer in set(self._layers) - {len(self._blocks)}:
+            if layer == 0:
+                hook = self._blocks[0].register_forward_pre_hook(self._keep_input, with_kwargs=True)
+            else:
+                hook = self._blocks[layer - 1].register_forward_hook(self._keeper(layer))
+            self._hooks.append(hook)
+
+    def __exit__(self, *_: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def features(self, last_hidden: Tensor) -> Tensor:
+        """[B, T, K*H] in the order asked; the last index is the state after the final norm."""
+        states = [self._kept.get(layer, last_hidden) for layer in self._layers]
+        return torch.cat(states, -1) if states else last_hidden[..., :0]
+
+    def _keep_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._kept[0] = args[0] if args else kwargs["hidden_states"]
+
+    def _keeper(self, layer: int) -> Any:
+        def keep(_: nn.Module, __: Any, output: Any) -> None:
+            self._kept[layer] = output[0] if isinstance(output, tuple) else output
+
+        return keep
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from None
+
+
+def _decoder(model: PreTrainedModel) -> nn.Module:
+    return model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+
+
+def _blocks(decoder: nn.Module, n_layers: int, name: str) -> nn.ModuleList:
+    for module in decoder.children():
+        if isinstance(module, nn.ModuleList) and len(module) == n_layers:
+            return module
+    raise UserError(f"target {name!r}: no list of {n_layers} decoder layers in {type(decoder).__name__}")
+
+
+def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:
+    """Every id that ends an answer: the generation config's, else the config's and the tokenizer's."""
+    found: set[int] = set()
+    generation = getattr(model, "generation_config", None)
+    for ids in (getattr(generation, "eos_token_id", None), getattr(model.config, "eos_token_id", None)):
+        if ids is not None and not found:
+            found.update([ids] if isinstance(ids, int) else ids)
+    if getattr(tokenizer, "eos_token_id", None) is not None:
+        found.add(tokenizer.eos_token_id)
+    return frozenset(found)
