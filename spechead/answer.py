@@ -1,0 +1,161 @@
+"""`spechead generate`: stream one answer, colour what the head drafted, and compare with plain decoding.
+
+The answer goes to standard output, everything about it to standard error. Knows nothing of how drafts are
+made or verified.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+from spechead.chat import prompt_ids
+from spechead.errors import UserError
+from spechead.formats.native import head_target, load_head
+from spechead.generate import Generation, generate
+from spechead.sampling import Sampler
+from spechead.stream import Decoder, TextStream
+from spechead.target import Target
+from spechead.tree import parse_plan
+
+# Of accepted drafts at depth 1, 2, ...; deeper ones take the last.
+COLOURS = ["color(114)", "color(80)", "color(75)", "color(141)", "color(212)", "color(216)"]
+WARM_UP_TOKENS = 8
+
+
+@dataclass
+class AnswerOptions:
+    """One answer of the target, drafted by a head."""
+
+    head: str
+    """Folder of the trained head."""
+    prompt: str
+    """What the user says."""
+    target: str = ""
+    """Language model; empty: the one the head was trained for."""
+    system: str = ""
+    """What the system turn says; empty: as the chat template has it."""
+    tree: str = ""
+    """Tree to draft, such as chain:3 or dynamic:nodes=31,depth=5,topk=4; empty: the head's own."""
+    temperature: float = 0.0
+    """0 always takes the likeliest token."""
+    seed: int = 0
+    """Of the sampling."""
+    max_new_tokens: int = 256
+    """Longest answer."""
+    plain: bool = True
+    """Decode once more without the head and compare; --no-plain leaves it out."""
+    dtype: str = "float32"
+    """Number format of the target's weights: float32, bfloat16 or float16."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keywords for the chat template, such as {enable_thinking: false}."""
+    trust_remote_code: bool = False
+    """Run modeling code that the model's own repository brings."""
+    force: bool = False
+    """Use the head with another target than its own."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"option max_new_tokens: must be at least 1, got {self.max_new_tokens}")
+        if not self.prompt.strip():
+            raise UserError("option prompt: is empty")
+
+
+def answer(options: AnswerOptions) -> None:
+    """Load, stream the answer, then say what it took."""
+    name = options.target or head_target(Path(options.head))
+    target = Target.load(
+        name, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
+    )
+    head = load_head(Path(options.head), target, force=options.force)
+    system = [{"role": "system", "content": options.system}] if options.system else []
+    messages = [*system, {"role": "user", "content": options.prompt}]
+    ids = prompt_ids(target.tokenizer, messages, options.template_kwargs)
+
+    def run(drafter: Any, on_commit: Any = None, tokens: int = options.max_new_tokens) -> Generation:
+        sampler = Sampler(temperature=options.temperature, seed=options.seed)
+        tree = parse_plan(options.tree) if options.tree and drafter else None
+        return generate(
+            target, ids, drafter, tree=tree, max_new_tokens=tokens, sampler=sampler, on_commit=on_commit
+        )
+
+    run(head, tokens=WARM_UP_TOKENS)
+    notes = Console(stderr=True, highlight=False)
+    with Display(target.tokenizer, Console(highlight=False), notes) as display:
+        drafted = run(head, display.commit)
+    plain = run(None) if options.plain else None
+    notes.print(closing(drafted, plain, greedy=options.temperature == 0), soft_wrap=True)
+
+
+class Display:
+    """The answer on the terminal, token by token; plain text where there is none."""
+
+    def __init__(self, tokenizer: Decoder, console: Console, notes: Console) -> None:
+        self.stream = TextStream(tokenizer)
+        self.console = console
+        self.notes = notes
+
+    def __enter__(self) -> "Display":
+        if self.console.is_terminal:
+            depths = [(f" {depth} ", colour) for depth, colour in enumerate(COLOURS, start=1)]
+            legend = Text.assemble(
+                "accepted drafts by depth:", *depths, "and deeper; uncoloured: the target's own"
+            )
+            self.notes.print(legend, style="dim", soft_wrap=True)
+        return self
+
+    def commit(self, tokens: Sequence[int], n_accepted: int) -> None:
+        """Show what one pass committed: its first `n_accepted` tokens were drafts."""
+        for i, token in enumerate(tokens):
+            colour = COLOURS[min(i, len(COLOURS) - 1)] if i < n_accepted else ""
+            self._show(self.stream.push(token), colour)
+
+    def __exit__(self, *_: object) -> None:
+        self._show(self.stream.close() + "\n")
+
+    def _show(self, text: str, colour: str = "") -> None:
+        if self.console.is_terminal:
+            # A model can write escape sequences; a terminal must not obey them.
+            text = text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}")
+            self.console.out(text, style=colour, end="", highlight=False)
+        else:
+            self.console.file.write(text)
+            self.console.file.flush()
+
+
+def closing(drafted: Generation, plain: Generation | None, greedy: bool) -> str:
+    """Tokens per pass and per second, beside plain decoding where it ran."""
+    stats = drafted.stats
+    per_pass = f"{stats.tokens / stats.passes:.2f}" if stats.passes else "no"
+    text = f"{per_pass} tokens per pass ({stats.tokens} in {stats.passes} passes, after the prefill)"
+    speed = tokens_per_second(drafted)
+    if speed:
+        text += f"\n{speed:.1f} tokens per second"
+    if plain is None:
+        return text
+    plain_speed = tokens_per_second(plain)
+    if speed and plain_speed:
+        text += f", plain decoding {plain_speed:.1f}: x{speed / plain_speed:.2f}"
+    if not greedy:
+        return text + "\nsampled: the text differs from plain decoding's, its distribution does not"
+    at = first_difference(drafted.tokens, plain.tokens)
+    if at is None:
+        return text + "\nthe text is identical to plain decoding's"
+    return text + f"\nthe text differs from plain decoding's from token {at} on"
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The first position where two sequences differ, the shorter one's end included; None if they are equal."""
+    return next((i for i, (x, y) in enumerate(itertools.zip_longest(a, b)) if x != y), None)
+
+
+def tokens_per_second(generation: Generation) -> float | None:
+    """Speed after the prefill; None where no pass ran."""
+    seconds = sum(s for phase, s in generation.stats.seconds.items() if phase != "prefill")
+    return generation.stats.tokens / seconds if seconds else None

@@ -1,0 +1,137 @@
+"""`spechead COMMAND`: a literal table from name to function. Knows nothing of how a command does its work.
+
+Each function imports what it needs, so that `spechead --help` answers at once.
+"""
+
+import contextlib
+import difflib
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from spechead import __version__, files
+from spechead.errors import UserError
+
+
+def train(argv: list[str]) -> None:
+    from spechead.recipe import Recipe
+
+    recipe = Recipe.from_cli(argv, "spechead train")
+    from spechead.train import train
+
+    train(recipe)
+
+
+def evaluate(argv: list[str]) -> None:
+    from spechead.evaluate import EvalOptions, evaluate
+    from spechead.options import parse
+
+    evaluate(parse(EvalOptions, argv, "spechead eval"))
+
+
+def generate(argv: list[str]) -> None:
+    from spechead.answer import AnswerOptions, answer
+    from spechead.options import parse
+
+    answer(parse(AnswerOptions, argv, "spechead generate"))
+
+
+def synthesize(argv: list[str]) -> None:
+    from spechead.options import parse
+    from spechead.synthesize import SynthesizeOptions, synthesize
+
+    synthesize(parse(SynthesizeOptions, argv, "spechead data synthesize"))
+
+
+def inspect(argv: list[str]) -> None:
+    from spechead.inspect_data import InspectOptions, inspect
+    from spechead.options import parse
+
+    inspect(parse(InspectOptions, argv, "spechead data inspect", positional=True))
+
+
+def summary(argv: list[str]) -> None:
+    from spechead.options import parse
+    from spechead.summary import SummaryOptions, summary
+
+    summary(parse(SummaryOptions, argv, "spechead summary", positional=True))
+
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
+    "train": (train, "train a head as a recipe says; started again, it goes on where it was"),
+    "eval": (evaluate, "measure acceptance, speed-up and losslessness on held-out prompts"),
+    "generate": (generate, "stream an answer, with the accepted drafts coloured by depth"),
+    "data synthesize": (synthesize, "let the target write conversations to train on"),
+    "data inspect": (inspect, "show the supervised spans of a file, and what is dropped and why"),
+    "summary": (summary, "show a run's figures, its files and what to try next"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run one command. Exit codes: 0, 2 for a mistake of the user, 130 when interrupted."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    with one_line_errors():
+        if words[:1] == ["--version"]:
+            print(f"spechead {__version__}")
+            return
+        for name, (command, _) in COMMANDS.items():
+            length = len(name.split())
+            if " ".join(words[:length]) == name:
+                return command(words[length:])
+        if not words or {"-h", "--help"} & set(words):
+            print(usage(words[:1]))
+            return
+        raise UserError(unknown_command(words))
+
+
+def usage(group: Sequence[str] = ()) -> str:
+    """The table of commands; with a group such as data, only its own."""
+    shown = {n: text for n, (_, text) in COMMANDS.items() if n.split()[:1] == list(group)}
+    shown = shown or {n: text for n, (_, text) in COMMANDS.items()}
+    lines = [f"  {name:<18}{text}" for name, text in shown.items()]
+    return "\n".join(
+        ["usage: spechead COMMAND [options]", "", *lines, "", "spechead COMMAND --help lists its options."]
+    )
+
+
+def unknown_command(words: Sequence[str]) -> str:
+    """Name the command that does not exist, and the nearest that does."""
+    group = [name for name in COMMANDS if name.split()[0] == words[0]]
+    typed = " ".join(words[: 2 if group else 1])
+    close = difflib.get_close_matches(typed, COMMANDS, n=1, cutoff=0.5)
+    hint = f"did you mean {close[0]}?" if close else "spechead --help lists them"
+    return f"unknown command {typed} ({hint})"
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """End the program with one line, not a traceback, where the user or the machine is to blame."""
+    try:
+        yield
+    except UserError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("interrupted", code=130)
+    except BrokenPipeError:
+        # Whoever read us has left; writing again while Python closes stdout would complain once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
+        fail(f"cannot write {error.filename or 'output'}: {files.reason(error)}")
+
+
+def fail(message: str, code: int = 2) -> None:
+    """Print the message and exit. Of the processes of a torchrun job only one should speak: the others wait
+    for torchrun to end them, and speak if it does not, as when they alone have failed."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(3)
+    print(f"spechead: error: {message}" if code == 2 else f"spechead: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

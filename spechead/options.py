@@ -1,0 +1,141 @@
+"""Turn a dataclass into command-line flags, YAML keys and --help. Knows nothing of which dataclass.
+
+The edge of jsonargparse: types come from the fields, help from the docstring under each field, and every
+mistake becomes a UserError that names the option and, for a misspelt one, the nearest that exists.
+"""
+
+import dataclasses
+import difflib
+import re
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+from spechead.errors import UserError
+from spechead.files import reason
+
+T = TypeVar("T")
+
+
+def parse(
+    cls: type[T], argv: Sequence[str], prog: str, *, positional: bool = False, config: str | None = None
+) -> T:
+    """Build `cls` from flags. `positional`: its required fields are bare words. `config`: the path of a YAML
+    file whose values the flags override ("" where the command has --config and none is given)."""
+    set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    types = leaf_types(cls)
+    parser = ArgumentParser(prog=prog, exit_on_error=False)
+    if config is not None:
+        parser.add_argument(
+            "--config", action="config", help="YAML file with the values below; flags override it."
+        )
+    parser.add_class_arguments(cls, as_positional=positional)
+    flags = spell_out(argv, types)
+    if config:
+        refuse_unknown_keys(Path(config), types)
+        flags = ["--config", config, *flags]
+    try:
+        values = vars(parser.instantiate(parser.parse_args(flags)))
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise UserError(readable(str(error), types)) from error
+    return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})  # type: ignore[arg-type]
+
+
+def convert(cls: type, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Give `values` the types of the fields of `cls` that they name; a UserError names the first that is
+    not a field or does not fit, with `prefix` before it."""
+    types = leaf_types(cls)
+    parser = ArgumentParser(exit_on_error=False)
+    for name in values:
+        if name not in types:
+            raise UserError(f"unknown option {prefix}{name} (known: {', '.join(types)})")
+        parser.add_argument(f"--{name}", type=types[name])
+    try:
+        return vars(parser.instantiate(parser.parse_object(values)))
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise UserError(readable(str(error), types).replace("option ", f"option {prefix}", 1)) from error
+
+
+def leaf_types(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Map every dotted option name of a tree of dataclasses to its type."""
+    hints = typing.get_type_hints(cls)
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(cls):
+        name, hint = prefix + field.name, hints[field.name]
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+            found.update(leaf_types(hint, name + "."))
+        else:
+            found[name] = hint
+    return found
+
+
+def spell_out(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
+    """Bring the usual spellings to the one the parser knows.
+
+    --max-new-tokens 5  ->  --max_new_tokens 5
+    --flag              ->  --flag=true          (for a yes-or-no option not followed by true or false)
+    --no-flag           ->  --flag=false
+    """
+    out: list[str] = []
+    for i, word in enumerate(argv):
+        name, equals, value = word.partition("=")
+        if not name.startswith("--") or name == "--":
+            out.append(word)
+            continue
+        name = name[2:].replace("-", "_")
+        followed_by_value = equals or argv[i + 1 : i + 2] in (["true"], ["false"])
+        if types.get(name) is bool and not followed_by_value:
+            name, equals, value = name, "=", "true"
+        elif types.get(name.removeprefix("no_")) is bool and name not in types and not equals:
+            name, equals, value = name.removeprefix("no_"), "=", "false"
+        out.append(f"--{name}{equals}{value}")
+    return out
+
+
+def refuse_unknown_keys(path: Path, types: dict[str, Any]) -> None:
+    """Read the YAML file and name its first key that no option has. A key that holds a free mapping may
+    have any keys below it."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {reason(error)}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} holds no options: expected lines such as 'seed: 0'")
+
+    def walk(node: dict[Any, Any], prefix: str) -> None:
+        for key, value in node.items():
+            name = f"{prefix}{key}"
+            below = [known for known in types if known.startswith(name + ".")]
+            if name not in types and not below:
+                raise UserError(f"unknown key {name} in {path}{nearest(name, types)}")
+            if below and isinstance(value, dict):
+                walk(value, name + ".")
+
+    walk(tree, "")
+
+
+def nearest(name: str, types: dict[str, Any]) -> str:
+    """Offer the existing option that a misspelt one most resembles, else the ones of its group."""
+    close = difflib.get_close_matches(name, types, n=1, cutoff=0.7)
+    if close:
+        return f" (did you mean {close[0]}?)"
+    group = [known for known in types if known.rpartition(".")[0] == name.rpartition(".")[0]]
+    return f" (known: {', '.join(group)})" if group else ""
+
+
+def readable(message: str, types: dict[str, Any]) -> str:
+    """Put the parser's complaint into one line of plain words."""
+    message = " ".join(message.split())
+    message = re.sub(r"<class '([\w.]+)'>", r"\1", message).replace("typing.", "")
+    unknown = re.match(r"unrecognized arguments: (?:--)?([\w.+]+)", message)
+    if unknown and unknown[1] not in types:
+        return f"unknown option {unknown[1]}{nearest(unknown[1], types)}"
+    message = re.sub(r'^Parser key "([^"]+)":\s*', r"option \1: ", message)
+    message = re.sub(r"Literal\[([^]]*)\]", lambda m: "one of " + m[1].replace("'", ""), message)
+    return re.sub(r"Expected an? (.+?)\. Got value: (.*)", r"expected \1, got \2", message)

@@ -1,0 +1,258 @@
+"""The recipe of a training run: a tree of dataclasses that YAML files, `--a.b value` flags and --help share.
+
+Knows nothing of torch: loading a recipe only checks that its values make sense, head options included.
+"""
+
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from spechead import files, options
+from spechead.errors import UserError
+
+
+@dataclass
+class TargetConfig:
+    """The language model that the head drafts for."""
+
+    name: str = "smollm2-135m"
+    """The embedded smollm2-135m, a local folder, or a hub id."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Number format of its weights; auto: as stored on an accelerator, float32 on the CPU."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:0; auto takes the accelerator of this process where there is one."""
+    trust_remote_code: bool = False
+    """Run modeling code that the model's own repository brings."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keywords for the chat template, such as {enable_thinking: false}; recorded with the head."""
+
+
+@dataclass
+class DataConfig:
+    """The conversations to train on."""
+
+    train: list[str] | str = "shipped:data/sample.jsonl"
+    """JSONL files, hub datasets as hf:NAME[:SPLIT], or files that ship with spechead as shipped:PATH."""
+    max_length: int = 512
+    """Tokens a conversation may have; longer ones are dropped and counted."""
+    validation_share: float = 0.03
+    """Share of the conversations held out for validation."""
+    limit: int = 0
+    """Read only this many conversations; 0 reads all."""
+
+    def sources(self) -> list[str]:
+        """The training sources with shipped: names turned into paths."""
+        names = [self.train] if isinstance(self.train, str) else self.train
+        prefix = "shipped:"
+        return [str(files.shipped(n.removeprefix(prefix))) if n.startswith(prefix) else n for n in names]
+
+
+@dataclass
+class HeadRecipe:
+    """The head to train."""
+
+    kind: str = "eagle3"
+    """Name of the head in HEADS: eagle3 or medusa."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Fields of that head's Config, each also as --head.options.NAME VALUE."""
+    tree: str = ""
+    """Tree that the finished head drafts unless asked otherwise, such as chain:3 or
+    dynamic:nodes=31,depth=5,topk=4; empty: the head's own default."""
+    init_from_target: bool = True
+    """Start output rows, final norm and layer from the target's where shapes allow."""
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer (AdamW) and its schedule. Every count is in optimizer steps."""
+
+    lr: float = 1e-3
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the two moments."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Shape of the learning rate after warm-up."""
+    warmup_share: float = 0.03
+    """Share of the steps over which the rate rises from zero."""
+    min_lr_share: float = 0.1
+    """Where the schedule ends, as a share of the peak."""
+    clip_norm: float = 1.0
+    """Largest norm of the gradient; 0 leaves it alone."""
+    batch_size: int = 1
+    """Samples per optimizer step, over all processes and accumulation."""
+    micro_batch_size: int = 1
+    """Samples that one process takes through the model at once; raise it while memory lasts."""
+    epochs: float = 3.0
+    """Passes over the data."""
+    steps: int = 0
+    """Optimizer steps; 0 takes as many as the epochs need."""
+
+    def accumulation(self, world: int) -> int:
+        """Micro steps that make one optimizer step on each of `world` processes."""
+        per_round = self.micro_batch_size * world
+        if self.batch_size % per_round:
+            raise UserError(
+                f"optim.batch_size {self.batch_size} is not a multiple of optim.micro_batch_size "
+                f"{self.micro_batch_size} x {world} processes: change one of them"
+            )
+        return self.batch_size // per_round
+
+    def total_steps(self, samples: int) -> int:
+        """Optimizer steps of the whole run over `samples` training samples."""
+        return self.steps or max(1, math.ceil(self.epochs * samples / self.batch_size))
+
+
+@dataclass
+class EngineConfig:
+    """How the training is carried out."""
+
+    zero_stage: Literal[0, 1, 2] = 0
+    """DeepSpeed ZeRO stage: 0 replicates, 1 shards optimizer state, 2 also gradients."""
+    precision: Literal["auto", "float32", "bf16"] = "auto"
+    """Of the head's arithmetic, over float32 master weights; auto: bf16 where the accelerator has it."""
+    threads: int = 0
+    """CPU threads of each process; 0 leaves torch's choice."""
+
+
+@dataclass
+class LogConfig:
+    """What is written down, and how often (in optimizer steps)."""
+
+    every: int = 10
+    """Steps between lines of the log."""
+    validate_every: int = 200
+    """Steps between validations; 0: only at the end."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints to resume from."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+    wandb: Literal["disabled", "offline", "online"] = "disabled"
+    """Also log to Weights & Biases."""
+    project: str = "spechead"
+    """Project there."""
+
+
+@dataclass
+class Recipe:
+    """Everything that decides a training run."""
+
+    target: TargetConfig = field(default_factory=TargetConfig)
+    """The language model that the head drafts for."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The conversations to train on."""
+    head: HeadRecipe = field(default_factory=HeadRecipe)
+    """The head to train."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer and its schedule."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    """How the training is carried out."""
+    log: LogConfig = field(default_factory=LogConfig)
+    """What is written down, and how often."""
+    seed: int = 0
+    """Of the initial weights, the split and the order of the samples."""
+    out: str = ""
+    """Output folder; empty: runs/ and the recipe's name."""
+
+    @classmethod
+    def from_cli(cls, argv: Sequence[str] | None = None, prog: str = "train") -> "Recipe":
+        """Read `--config NAME_OR_FILE` and the flags that override it."""
+        config, flags = split_config(sys.argv[1:] if argv is None else argv)
+        return load_recipe(config, flags, prog)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for the provenance file and wandb; `Recipe` reads the same tree as YAML."""
+        tree = dataclasses.asdict(self)
+        tree["optim"]["betas"] = list(self.optim.betas)
+        return tree
+
+
+def split_config(argv: Sequence[str]) -> tuple[str, list[str]]:
+    """Take `--config X` (or `--config=X`) out of the flags; the last one counts."""
+    config, flags, words = "", [], iter(argv)
+    for word in words:
+        if word == "--config":
+            config = next(words, "")
+            if not config:
+                raise UserError("--config needs the name of a recipe or a YAML file")
+        elif word.startswith("--config="):
+            config = word.removeprefix("--config=")
+        else:
+            flags.append(word)
+    return config, flags
+
+
+def load_recipe(config: str = "", overrides: Sequence[str] = (), prog: str = "train") -> Recipe:
+    """Load a YAML file, or a shipped recipe by its name, override and check it."""
+    path = find_recipe(config) if config else None
+    recipe = options.parse(Recipe, overrides, prog, config=str(path or ""))
+    recipe.out = recipe.out or f"runs/{path.stem if path else recipe.head.kind}"
+    check(recipe)
+    return recipe
+
+
+def find_recipe(config: str) -> Path:
+    """A file as it stands, else a shipped recipe: eagle3-smollm2 or recipes/eagle3-smollm2.yaml."""
+    path = Path(config)
+    if path.is_file():
+        return path
+    if path.parent in (Path(), Path("recipes")):
+        try:
+            return files.shipped(f"recipes/{path.name.removesuffix('.yaml')}.yaml")
+        except UserError:
+            pass
+    names = sorted(shipped.stem for shipped in files.shipped("recipes").glob("*.yaml"))
+    raise UserError(f"no recipe {config}: give a YAML file, or one of {', '.join(names)}")
+
+
+# What a value must be, how to tell, and the options it holds for.
+RULES: list[tuple[str, Callable[[Any], bool], list[str]]] = [
+    (
+        "at least 1",
+        lambda v: v >= 1,
+        ["data.max_length", "optim.batch_size", "optim.micro_batch_size"]
+        + ["log.every", "log.checkpoint_every", "log.keep"],
+    ),
+    (
+        "0 or more",
+        lambda v: 0 <= v < math.inf,
+        ["data.limit", "optim.weight_decay", "optim.clip_norm", "optim.steps"]
+        + ["engine.threads", "log.validate_every", "seed"],
+    ),
+    ("above 0", lambda v: 0 < v < math.inf, ["optim.lr", "optim.epochs"]),
+    ("from 0 to below 1", lambda v: 0 <= v < 1, ["data.validation_share", "optim.warmup_share"]),
+    ("two numbers from 0 to below 1", lambda v: all(0 <= beta < 1 for beta in v), ["optim.betas"]),
+    ("from 0 to 1", lambda v: 0 <= v <= 1, ["optim.min_lr_share"]),
+    ("the name of at least one source", bool, ["data.train"]),
+]
+
+
+def check(recipe: Recipe) -> None:
+    """Refuse values that could only fail later, naming the option."""
+    for what, holds, names in RULES:
+        for name in names:
+            value = functools.reduce(getattr, name.split("."), recipe)
+            if not holds(value):
+                raise UserError(f"option {name}: must be {what}, got {value}")
+    if recipe.optim.batch_size % recipe.optim.micro_batch_size:
+        recipe.optim.accumulation(1)
+    check_head(recipe.head)
+
+
+def check_head(head: HeadRecipe) -> None:
+    """Refuse a kind, an option or a tree that no head knows. The heads are imported here, not above, so
+    that --help stays quick."""
+    from spechead.heads import HEADS
+    from spechead.tree import parse_plan
+
+    if head.kind not in HEADS:
+        raise UserError(f"option head.kind: no head {head.kind} (known: {', '.join(HEADS)})")
+    head.options = options.convert(HEADS[head.kind].Config, head.options, "head.options.")
+    if head.tree:
+        parse_plan(head.tree)
