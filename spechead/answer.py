@@ -5,6 +5,8 @@ made or verified.
 """
 
 import itertools
+import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +45,10 @@ class AnswerOptions:
     """Tree to draft, such as chain:3 or dynamic:nodes=31,depth=5,topk=4; empty: the head's own."""
     temperature: float = 0.0
     """0 always takes the likeliest token."""
+    top_k: int = 0
+    """Sample among the K likeliest tokens; 0: all."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that together have this probability; 1: all."""
     seed: int = 0
     """Of the sampling."""
     max_new_tokens: int = 256
@@ -79,7 +85,7 @@ def answer(options: AnswerOptions) -> None:
     ids = prompt_ids(target.tokenizer, messages, options.template_kwargs)
 
     def run(drafter: Any, on_commit: Any = None, tokens: int = options.max_new_tokens) -> Generation:
-        sampler = Sampler(temperature=options.temperature, seed=options.seed)
+        sampler = Sampler(options.temperature, options.top_k, options.top_p, options.seed)
         tree = parse_plan(options.tree) if options.tree and drafter else None
         return generate(
             target, ids, drafter, tree=tree, max_new_tokens=tokens, sampler=sampler, on_commit=on_commit
@@ -90,7 +96,7 @@ def answer(options: AnswerOptions) -> None:
     with Display(target.tokenizer, Console(highlight=False), notes) as display:
         drafted = run(head, display.commit)
     plain = run(None) if options.plain else None
-    notes.print(closing(drafted, plain, greedy=options.temperature == 0), soft_wrap=True)
+    notes.print(closing(drafted, plain, display.seconds), soft_wrap=True)
 
 
 class Display:
@@ -100,6 +106,7 @@ class Display:
         self.stream = TextStream(tokenizer)
         self.console = console
         self.notes = notes
+        self.seconds = 0.0  # spent on showing, which is not decoding
 
     def __enter__(self) -> "Display":
         if self.console.is_terminal:
@@ -120,6 +127,7 @@ class Display:
         self._show(self.stream.close() + "\n")
 
     def _show(self, text: str, colour: str = "") -> None:
+        begin = time.perf_counter()
         if self.console.is_terminal:
             # A model can write escape sequences; a terminal must not obey them.
             text = text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}")
@@ -127,35 +135,36 @@ class Display:
         else:
             self.console.file.write(text)
             self.console.file.flush()
+        self.seconds += time.perf_counter() - begin
 
 
-def closing(drafted: Generation, plain: Generation | None, greedy: bool) -> str:
+def closing(drafted: Generation, plain: Generation | None, display_seconds: float = 0.0) -> str:
     """Tokens per pass and per second, beside plain decoding where it ran."""
     stats = drafted.stats
-    per_pass = f"{stats.tokens / stats.passes:.2f}" if stats.passes else "no"
-    text = f"{per_pass} tokens per pass ({stats.tokens} in {stats.passes} passes, after the prefill)"
-    speed = tokens_per_second(drafted)
-    if speed:
-        text += f"\n{speed:.1f} tokens per second"
-    if plain is None:
-        return text
-    plain_speed = tokens_per_second(plain)
-    if speed and plain_speed:
-        text += f", plain decoding {plain_speed:.1f}: x{speed / plain_speed:.2f}"
-    if not greedy:
-        return text + "\nsampled: the text differs from plain decoding's, its distribution does not"
-    at = first_difference(drafted.tokens, plain.tokens)
-    if at is None:
-        return text + "\nthe text is identical to plain decoding's"
-    return text + f"\nthe text differs from plain decoding's from token {at} on"
+    if not stats.passes:
+        return "the first token ended the answer: nothing was drafted"
+    passes = f"{stats.tokens} tokens in {stats.passes} passes"
+    speed = tokens_per_second(drafted, display_seconds)
+    lines = [
+        f"{stats.tokens / stats.passes:.2f} tokens per pass ({passes})",
+        f"{speed:.1f} tokens per second",
+    ]
+    if plain is not None:
+        plain_speed = tokens_per_second(plain)
+        lines[-1] += f", plain decoding {plain_speed:.1f}: x{speed / plain_speed:.2f}"
+        at = first_difference(drafted.tokens, plain.tokens)
+        where = "is identical to" if at is None else f"from token {at} on differs from"
+        lines.append(f"the text {where} plain decoding's")
+    return "\n".join(lines)
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first position where two sequences differ, the shorter one's end included; None if they are equal."""
+    """The first position where two sequences differ, an end included; None if they are equal."""
     return next((i for i, (x, y) in enumerate(itertools.zip_longest(a, b)) if x != y), None)
 
 
-def tokens_per_second(generation: Generation) -> float | None:
-    """Speed after the prefill; None where no pass ran."""
-    seconds = sum(s for phase, s in generation.stats.seconds.items() if phase != "prefill")
-    return generation.stats.tokens / seconds if seconds else None
+def tokens_per_second(generation: Generation, display_seconds: float = 0.0) -> float:
+    """Speed after the prefill."""
+    stats = generation.stats
+    seconds = sum(stats.seconds.values()) - stats.seconds["prefill"] - display_seconds
+    return stats.tokens / seconds if seconds > 0 else math.nan

@@ -6,7 +6,9 @@ mistake becomes a UserError that names the option and, for a misspelt one, the n
 
 import dataclasses
 import difflib
+import json
 import re
+import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,37 +29,37 @@ def parse(
     """Build `cls` from flags. `positional`: its required fields are bare words. `config`: the path of a YAML
     file whose values the flags override ("" where the command has --config and none is given)."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
-    types = leaf_types(cls)
-    parser = ArgumentParser(prog=prog, exit_on_error=False)
+    hints = leaf_types(cls)
+    parser = ArgumentParser(prog=prog, exit_on_error=False, allow_abbrev=False)
     if config is not None:
         parser.add_argument(
             "--config", action="config", help="YAML file with the values below; flags override it."
         )
     parser.add_class_arguments(cls, as_positional=positional)
-    flags = spell_out(argv, types)
+    flags = spell_out(argv, hints)
     if config:
-        refuse_unknown_keys(Path(config), types)
+        refuse_unknown_keys(Path(config), hints)
         flags = ["--config", config, *flags]
     try:
         values = vars(parser.instantiate(parser.parse_args(flags)))
     except (ArgumentError, TypeError, ValueError) as error:
-        raise UserError(readable(str(error), types)) from error
+        raise UserError(readable(str(error), hints)) from error
     return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})  # type: ignore[arg-type]
 
 
 def convert(cls: type, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Give `values` the types of the fields of `cls` that they name; a UserError names the first that is
     not a field or does not fit, with `prefix` before it."""
-    types = leaf_types(cls)
+    hints = leaf_types(cls)
     parser = ArgumentParser(exit_on_error=False)
     for name in values:
-        if name not in types:
-            raise UserError(f"unknown option {prefix}{name} (known: {', '.join(types)})")
-        parser.add_argument(f"--{name}", type=types[name])
+        if name not in hints:
+            raise UserError(f"unknown option {prefix}{name} (known: {', '.join(hints)})")
+        parser.add_argument(f"--{name}", type=hints[name])
     try:
         return vars(parser.instantiate(parser.parse_object(values)))
     except (ArgumentError, TypeError, ValueError) as error:
-        raise UserError(readable(str(error), types).replace("option ", f"option {prefix}", 1)) from error
+        raise UserError(readable(str(error), hints).replace("option ", f"option {prefix}", 1)) from error
 
 
 def leaf_types(cls: type, prefix: str = "") -> dict[str, Any]:
@@ -73,30 +75,46 @@ def leaf_types(cls: type, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def spell_out(argv: Sequence[str], types: dict[str, Any]) -> list[str]:
+def spell_out(argv: Sequence[str], hints: dict[str, Any]) -> list[str]:
     """Bring the usual spellings to the one the parser knows.
 
-    --max-new-tokens 5  ->  --max_new_tokens 5
-    --flag              ->  --flag=true          (for a yes-or-no option not followed by true or false)
-    --no-flag           ->  --flag=false
+    --max-new-tokens 5     ->  --max_new_tokens=5
+    --flag                 ->  --flag=true        (a yes-or-no option not followed by true or false)
+    --no-flag              ->  --flag=false
+    --list a --list b      ->  --list=["a", "b"]  (a list given as [a,b] stays as it is)
     """
-    out: list[str] = []
-    for i, word in enumerate(argv):
-        name, equals, value = word.partition("=")
+    flags: list[str] = []
+    lists: dict[str, list[str]] = {}
+    words = list(argv)
+    while words:
+        name, equals, value = words.pop(0).partition("=")
         if not name.startswith("--") or name == "--":
-            out.append(word)
+            flags.append(name + equals + value)
             continue
         name = name[2:].replace("-", "_")
-        followed_by_value = equals or argv[i + 1 : i + 2] in (["true"], ["false"])
-        if types.get(name) is bool and not followed_by_value:
-            name, equals, value = name, "=", "true"
-        elif types.get(name.removeprefix("no_")) is bool and name not in types and not equals:
-            name, equals, value = name.removeprefix("no_"), "=", "false"
-        out.append(f"--{name}{equals}{value}")
-    return out
+        has_value = bool(equals) or (bool(words) and not words[0].startswith("--"))
+        if hints.get(name) is bool and not equals and words[:1] not in (["true"], ["false"]):
+            value, has_value = "true", True
+        elif name not in hints and hints.get(name.removeprefix("no_")) is bool and not equals:
+            name, value, has_value = name.removeprefix("no_"), "false", True
+        elif has_value and not equals and name in hints:
+            value = words.pop(0)
+        if name not in hints or not has_value:
+            flags.append(f"--{name}{equals}{value}")  # for the parser to understand or refuse
+        elif is_list(hints[name]) and not value.startswith("["):
+            lists.setdefault(name, []).append(value)
+        else:
+            flags.append(f"--{name}={value}")
+    return [*flags, *(f"--{name}={json.dumps(values)}" for name, values in lists.items())]
 
 
-def refuse_unknown_keys(path: Path, types: dict[str, Any]) -> None:
+def is_list(hint: Any) -> bool:
+    """Whether an option may hold any number of texts."""
+    either = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    return any(one in (list[str], tuple[str, ...]) for one in (typing.get_args(hint) if either else [hint]))
+
+
+def refuse_unknown_keys(path: Path, hints: dict[str, Any]) -> None:
     """Read the YAML file and name its first key that no option has. A key that holds a free mapping may
     have any keys below it."""
     try:
@@ -111,31 +129,33 @@ def refuse_unknown_keys(path: Path, types: dict[str, Any]) -> None:
     def walk(node: dict[Any, Any], prefix: str) -> None:
         for key, value in node.items():
             name = f"{prefix}{key}"
-            below = [known for known in types if known.startswith(name + ".")]
-            if name not in types and not below:
-                raise UserError(f"unknown key {name} in {path}{nearest(name, types)}")
-            if below and isinstance(value, dict):
+            below = [known for known in hints if known.startswith(name + ".")]
+            if name not in hints and not below:
+                raise UserError(f"unknown key {name} in {path}{nearest(name, hints)}")
+            if below and not isinstance(value, dict):
+                raise UserError(f"key {name} in {path} must hold options of its own: {', '.join(below)}")
+            if below:
                 walk(value, name + ".")
 
     walk(tree, "")
 
 
-def nearest(name: str, types: dict[str, Any]) -> str:
+def nearest(name: str, hints: dict[str, Any]) -> str:
     """Offer the existing option that a misspelt one most resembles, else the ones of its group."""
-    close = difflib.get_close_matches(name, types, n=1, cutoff=0.7)
+    close = difflib.get_close_matches(name, hints, n=1, cutoff=0.7)
     if close:
         return f" (did you mean {close[0]}?)"
-    group = [known for known in types if known.rpartition(".")[0] == name.rpartition(".")[0]]
+    group = [known for known in hints if known.rpartition(".")[0] == name.rpartition(".")[0]]
     return f" (known: {', '.join(group)})" if group else ""
 
 
-def readable(message: str, types: dict[str, Any]) -> str:
+def readable(message: str, hints: dict[str, Any]) -> str:
     """Put the parser's complaint into one line of plain words."""
     message = " ".join(message.split())
     message = re.sub(r"<class '([\w.]+)'>", r"\1", message).replace("typing.", "")
     unknown = re.match(r"unrecognized arguments: (?:--)?([\w.+]+)", message)
-    if unknown and unknown[1] not in types:
-        return f"unknown option {unknown[1]}{nearest(unknown[1], types)}"
+    if unknown and unknown[1] not in hints:
+        return f"unknown option {unknown[1]}{nearest(unknown[1], hints)}"
     message = re.sub(r'^Parser key "([^"]+)":\s*', r"option \1: ", message)
     message = re.sub(r"Literal\[([^]]*)\]", lambda m: "one of " + m[1].replace("'", ""), message)
     return re.sub(r"Expected an? (.+?)\. Got value: (.*)", r"expected \1, got \2", message)

@@ -1,4 +1,4 @@
-"""`spechead summary RUN`: the figures of a run, where its files lie, and what to try next.
+"""`spechead summary RUN`: the main figures of a run, where its files lie, and what to try next.
 
 Knows nothing but the layout of a run's folder and the schema of report.json.
 """
@@ -9,67 +9,68 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from spechead.errors import UserError
 from spechead.files import read_json
+from spechead.report import identical, number, title, whole_suites, with_interval
 
+SCHEMA = 1
 PROMPT = "Explain why the sky is blue."
 
 
 @dataclass
 class SummaryOptions:
-    """A run's figures, its files, and what to try next."""
+    """The main figures of a run, where its files lie, and what to try next."""
 
     run: str
     """Folder of the run, which holds head/ and eval/report.json."""
 
 
 def summary(options: SummaryOptions) -> None:
-    """Print the table and the paths."""
+    """Print the table, the paths and the next command."""
     run = Path(options.run)
     path = run / "eval" / "report.json"
     if not path.is_file():
-        raise UserError(f"no report at {path}: run spechead eval --head {run}/head --out {run}/eval first")
+        raise UserError(f"no report at {path}: first run spechead eval --head {run}/head --out {run}/eval")
     report = read_json(path)
-    if report.get("schema") != 1:
-        raise UserError(f"{path} has schema {report.get('schema')}, expected 1: evaluate again")
+    if not isinstance(report, dict) or report.get("schema") != SCHEMA:
+        raise UserError(f"{path} is not a report of schema {SCHEMA}: evaluate again")
     console = Console(highlight=False)
     console.print()
     console.print(figures(report))
     console.print()
     for what, where in places(run):
-        console.print(f"  {what:<18}{where}", soft_wrap=True)
-    console.print("\nTry it:")
-    console.print(f'  spechead generate --head {run}/head --prompt "{PROMPT}"', soft_wrap=True)
+        console.print(f"{what:<16}{where}", soft_wrap=True, markup=False)
+    console.print(
+        f'\ntry it:         spechead generate --head {run}/head --prompt "{PROMPT}"', soft_wrap=True
+    )
 
 
 def figures(report: dict[str, Any]) -> Table:
-    """One column a suite, one line a figure."""
+    """One line a figure, one column a tree that was measured."""
+    suites = whole_suites(report)
+    headline = Text(f"{title(report)}, {report['dtype']} on {report['device']}")
     table = Table(
-        title=f"{report['kind']} head for {report['target']}, {report['dtype']} on {report['device']}"
+        title=headline, title_justify="left", box=None, padding=(0, 3, 0, 0), show_header=len(suites) > 1
     )
     table.add_column("")
-    suites = report["suites"]
-    for name, suite in suites.items():
-        table.add_column(f"{name} ({suite['prompts']} prompts)", justify="right")
+    for name in suites:
+        table.add_column(Text(name))
     rows = {
-        "acceptance length": lambda s: spread(s, "acceptance_length"),
-        "speed-up": lambda s: spread(s, "speedup", "x"),
-        "tokens per second": lambda s: f"{s['speculative_tokens_per_s']:.1f}",
-        "plain decoding": lambda s: f"{s['plain_tokens_per_s']:.1f}",
-        "text identical to plain decoding": lambda s: "{equal}/{checked} prompts".format(**s["lossless"]),
+        "acceptance length [95 %]": [
+            with_interval(s["acceptance_length"], s["acceptance_length_ci"]) for s in suites.values()
+        ],
+        "speed-up [95 %]": [with_interval(s["speedup"], s["speedup_ci"], "x") for s in suites.values()],
+        "tokens per second": [
+            f"{number(s['speculative_tokens_per_s'], 1)}, plain decoding {number(s['plain_tokens_per_s'], 1)}"
+            for s in suites.values()
+        ],
+        "text identical to plain decoding": [f"{identical(s)} prompts" for s in suites.values()],
     }
-    for label, show in rows.items():
-        table.add_row(label, *(show(suite) for suite in suites.values()))
+    for label, cells in rows.items():
+        table.add_row(label, *map(Text, cells))
     return table
-
-
-def spread(suite: dict[str, Any], key: str, before: str = "") -> str:
-    """A figure with its 95 % interval."""
-    value, interval = suite[key], suite.get(f"{key}_ci")
-    if value is None:
-        return "-"
-    return f"{before}{value:.2f}" + ("  [{:.2f}, {:.2f}]".format(*interval) if interval else "")
 
 
 def places(run: Path) -> list[tuple[str, Path]]:

@@ -1,0 +1,90 @@
+"""Files are written whole or not at all, and every failure names its path."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from spechead import files
+from spechead.errors import UserError
+
+
+def test_write_text_makes_the_folder_and_leaves_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b.txt"
+    files.write_text(path, "ä\n")
+    files.write_text(path, "é\r\n")
+    assert path.read_bytes() == "é\r\n".encode()
+    assert [p.name for p in path.parent.iterdir()] == ["b.txt"]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(errno.ENOSPC, "no space left"), (errno.EACCES, "permission denied")]
+)
+def test_a_failed_write_names_the_path_and_keeps_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, words: str
+) -> None:
+    path = tmp_path / "report.json"
+    files.write_text(path, "old")
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(UserError, match=f"cannot write .*report.json: {words}"):
+        files.write_text(path, "new")
+    assert path.read_text() == "old"
+    assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_file_in_the_way_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot make the folder .*file/sub: a part of the path is a file"):
+        files.write_text(tmp_path / "file" / "sub" / "x", "")
+    with pytest.raises(UserError, match=r"cannot make the folder .*file: a file of that name is in the way"):
+        files.make_folder(tmp_path / "file")
+
+
+def test_a_folder_in_the_way_of_a_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot write"):
+        files.write_text(tmp_path, "x")
+    assert list(tmp_path.parent.glob(".*.tmp")) == []
+
+
+def test_json_round_trip_and_no_nan(tmp_path: Path) -> None:
+    value = {"α": [1, 2.5, None, True]}
+    files.write_json(tmp_path / "x.json", value)
+    assert files.read_json(tmp_path / "x.json") == value
+    with pytest.raises(ValueError, match="Out of range float"):
+        files.write_json(tmp_path / "y.json", {"a": float("nan")})
+    assert not (tmp_path / "y.json").exists()
+
+
+def test_unreadable_json_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read .*gone.json: no such file"):
+        files.read_json(tmp_path / "gone.json")
+    (tmp_path / "bad.json").write_text('{"a": 1')
+    with pytest.raises(UserError, match=r"bad.json is not valid JSON: .*line 1"):
+        files.read_json(tmp_path / "bad.json")
+    (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match=r"binary.json is not valid JSON"):
+        files.read_json(tmp_path / "binary.json")
+
+
+@pytest.mark.parametrize("name", ["recipes/eagle3-smollm2.yaml", "eval/prompts/held_out.jsonl", "data/sample.jsonl"])
+def test_shipped_files_are_found(name: str) -> None:
+    assert files.shipped(name).is_file()
+
+
+def test_the_installed_copy_comes_before_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "spechead"
+    for root in (package / "share", tmp_path):
+        (root / "data").mkdir(parents=True)
+        (root / "data" / "sample.jsonl").write_text(json.dumps(str(root)))
+    monkeypatch.setattr(files, "PACKAGE", package)
+    assert files.shipped("data/sample.jsonl") == package / "share" / "data" / "sample.jsonl"
+    (package / "share" / "data" / "sample.jsonl").unlink()
+    assert files.shipped("data/sample.jsonl") == tmp_path / "data" / "sample.jsonl"
+    with pytest.raises(UserError, match="ships no file named data/other.jsonl"):
+        files.shipped("data/other.jsonl")
