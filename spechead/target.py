@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,6 +66,8 @@ class Target:
         self._decoder = _decoder(model)
         self._blocks = _blocks(self._decoder, self.n_layers, name)
         self._output = model.get_output_embeddings()
+        self._output_weight, self._output_bias = self._output.weight, getattr(self._output, "bias", None)
+        self._held_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
         parameters = inspect.signature(self._decoder.forward).parameters
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
         softcapped = getattr(self.config, "attn_logit_softcapping", None)  # SDPA cannot, our function can
@@ -85,7 +88,7 @@ class Target:
         """Load `smollm2-135m` (embedded), a local folder or a hub id. `pack`: for decoding on a CPU, see packed.py."""
         transformers_logging.disable_progress_bar()
         where = str(embedded.embedded_folder()) if name == embedded.NAME else name
-        chosen = _device(device)
+        chosen = choose_device(device)
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         try:
@@ -107,6 +110,7 @@ class Target:
         _ = self.fingerprint  # needs the weights
         if can_pack(self.device, self.dtype) and not self.packed:
             pack_linears(self.model)
+            self._output = self.model.get_output_embeddings()
             self.packed = True
 
     @cached_property
@@ -157,17 +161,22 @@ class Target:
 
     def output_rows(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight [n, H] and bias [n] of the output layer for the given token ids (kept for the next call)."""
-        held = self.__dict__.get("_held_rows")
-        if held is None or held[0] is not rows:
-            weight = self._output_weight()[rows]  # [n, H]
-            bias = getattr(self._output, "bias", None)
-            held = self._held_rows = (rows, weight, None if bias is None else bias[rows])
-        return held[1], held[2]
+        if self._held_rows is None or self._held_rows[0] is not rows:
+            bias = self._output_bias
+            self._held_rows = (rows, self._output_weight[rows], None if bias is None else bias[rows])
+        return self._held_rows[1], self._held_rows[2]
 
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
         """The input embeddings of ids, exactly as the target forms them (scaled where it scales): [..., H]."""
         return self.model.get_input_embeddings()(ids)
+
+    @property
+    def rope_theta(self) -> float:
+        """The base of the target's rotary positions (of its full-attention layers, where there are two kinds)."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        rope = rope.get("full_attention", rope)
+        return float(rope.get("rope_theta") or getattr(self.config, "rope_theta", None) or 10000.0)
 
     @property
     def last_block(self) -> nn.Module:
@@ -184,16 +193,6 @@ class Target:
     def final_norm(self) -> nn.Module:
         """The norm between the last layer and the output layer."""
         return next(module for name, module in self._decoder.named_children() if "norm" in name)
-
-    def _output_weight(self) -> Tensor:
-        weight = getattr(self._output, "weight", None)
-        if weight is None:  # packed: a tied output layer is the embedding
-            if not self.config.tie_word_embeddings:
-                raise UserError(
-                    "the output layer is packed: rows of it must be read before the target is packed"
-                )
-            weight = self.model.get_input_embeddings().weight
-        return weight
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """What some families do to logits behind the output layer; `_check_logits` proves it complete."""
@@ -288,9 +287,18 @@ class _Taps:
         return keep
 
 
-def _device(name: str) -> torch.device:
+def native_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 arithmetic is fast there: newer accelerators, and CPUs with AVX-512 BF16 or AMX."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called `name`; auto takes the accelerator of this process where there is one."""
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        local = os.environ.get("LOCAL_RANK", "0")
+        return torch.device(f"cuda:{local}" if torch.cuda.is_available() else "cpu")
     try:
         return torch.device(name)
     except RuntimeError:

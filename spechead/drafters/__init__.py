@@ -1,0 +1,1 @@
+"""Drafters: anything that proposes a tree for the tokens just committed."""

@@ -1,0 +1,213 @@
+"""The training engine: DeepSpeed around one ordinary module, for one process or many, on CPUs (gloo) or GPUs (nccl).
+
+The only file that touches deepspeed and torch.distributed. Knows nothing of heads, data or recipes beyond numbers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+import shutil
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spechead.errors import UserError
+from spechead.files import make_folder, reason
+
+_STEP = "step-"
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run."""
+
+    rank: int
+    world: int
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of `values` over all ranks."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+
+def start(device: torch.device) -> Ranks:
+    """Join the processes of torchrun; alone, fill in what torchrun would have set."""
+    if "RANK" not in os.environ:
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        os.environ.update(alone | {"MASTER_PORT": str(_free_port())})
+    _quieten()
+    import deepspeed
+
+    deepspeed.init_distributed(
+        dist_backend="nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False
+    )
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return Ranks(dist.get_rank(), dist.get_world_size())
+
+
+def stop() -> None:
+    """Leave the process group, so that a process may train twice."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def learning_rate_factor(
+    schedule: str, total: int, warmup_share: float, floor: float
+) -> Callable[[int], float]:
+    """step -> share of the peak rate: linear warm-up, then cosine, linear or constant down to `floor` at the last step."""
+    warmup = round(total * warmup_share)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        if schedule == "constant":
+            return 1.0
+        progress = min(1.0, (step - warmup) / max(1, total - 1 - warmup))
+        falling = (1 + math.cos(math.pi * progress)) / 2 if schedule == "cosine" else 1 - progress
+        return floor + (1 - floor) * falling
+
+    return factor
+
+
+class Engine:
+    """One module under DeepSpeed: forward, backward, step, and checkpoints that resume bit-exactly."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        factor: Callable[[int], float],
+        clip_norm: float,
+        micro_batch: int,
+        accumulation: int,
+        zero_stage: int,
+        bf16: bool,
+    ) -> None:
+        import deepspeed
+
+        trainable = [p for p in module.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trainable, lr=lr, betas=betas, weight_decay=weight_decay)
+        self._engine, *_ = deepspeed.initialize(
+            model=module,
+            model_parameters=trainable,
+            optimizer=optimizer,
+            lr_scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, factor),
+            config={
+                "train_micro_batch_size_per_gpu": micro_batch,
+                "gradient_accumulation_steps": accumulation,
+                "gradient_clipping": clip_norm,
+                "zero_optimization": {"stage": zero_stage},
+                "zero_allow_untested_optimizer": True,
+                "bf16": {"enabled": bf16},
+                "steps_per_print": 1 << 40,
+            },
+        )
+        self.module, self.accumulation = module, accumulation
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self._engine(*inputs)
+
+    def train(self, mode: bool) -> None:
+        self._engine.train(mode)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of `loss`: the sum over ranks and micro steps is what the optimizer sees.
+
+        DeepSpeed divides by both counts, which is undone here, so that a loss divided by the global number of supervised
+        tokens stays divided by that alone.
+        """
+        self._engine.backward(loss * (self.accumulation * self._engine.dp_world_size))
+
+    def step(self) -> None:
+        """After each backward; the optimizer moves when the accumulation is complete."""
+        self._engine.step()
+
+    @property
+    def lr(self) -> float:
+        return float(self._engine.get_lr()[0])
+
+    @property
+    def grad_norm(self) -> float:
+        norm = self._engine.get_global_grad_norm()
+        return float(norm) if norm is not None else math.nan
+
+    def master_weights(self) -> dict[str, Tensor]:
+        """float32 masters of every parameter, and the buffers; collective: every rank must call it."""
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        state = dict(self.module.named_buffers())
+        for name, parameter in self.module.named_parameters():
+            master = safe_get_full_fp32_param(parameter)
+            state[name] = (parameter if master is None else master).detach().float().cpu().clone()
+        return state
+
+    def save(self, folder: Path, step: int, state: dict[str, Any], ranks: Ranks, keep: int) -> None:
+        """Write `folder`/step-N whole or not at all, then forget all but the newest `keep`."""
+        name, scratch = f"{_STEP}{step:08d}", f".{_STEP}{step:08d}.tmp"
+        make_folder(folder)
+        client = state | {"rng": torch.get_rng_state(), "python_rng": random.getstate()}
+        try:
+            self._engine.save_checkpoint(
+                str(folder), tag=scratch, client_state=client, save_latest=False, exclude_frozen_parameters=True
+            )
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+            shutil.rmtree(folder / scratch, ignore_errors=True)
+            why = reason(error) if isinstance(error, OSError) else str(error).splitlines()[0]
+            raise UserError(f"cannot write the checkpoint {folder / name}: {why}") from error
+        ranks.barrier()
+        if ranks.first:
+            shutil.rmtree(folder / name, ignore_errors=True)
+            (folder / scratch).rename(folder / name)
+            for old in checkpoints(folder)[:-keep]:
+                shutil.rmtree(old)
+        ranks.barrier()
+
+    def load(self, checkpoint: Path) -> dict[str, Any]:
+        """Weights, optimizer, schedule and random state from a folder that `save` wrote; returns the saved state."""
+        _, client = self._engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+        torch.set_rng_state(client["rng"])
+        random.setstate(client["python_rng"])
+        return client
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints in `folder`, oldest first."""
+    return sorted(path for path in folder.glob(f"{_STEP}*") if path.is_dir()) if folder.is_dir() else []
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _quieten() -> None:
+    """DeepSpeed tells everything it does; errors are enough."""
+    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "ERROR")
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    from deepspeed.utils import logger
+
+    logger.setLevel(logging.ERROR)

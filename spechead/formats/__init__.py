@@ -1,0 +1,1 @@
+"""File formats of heads: `native`, and one file for each foreign format."""

@@ -1,0 +1,105 @@
+"""spechead's own format: `model.safetensors` with the head's tensors alone, and `config.json`.
+
+The only file that touches safetensors. Knows nothing of training.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from spechead.errors import UserError
+from spechead.files import make_folder, read_json, reason, write_json
+from spechead.heads import HEADS, Head
+from spechead.target import Target
+from spechead.tree import parse_plan
+
+WEIGHTS, CONFIG, FORMAT = "model.safetensors", "config.json", 1
+
+
+def save_head(
+    head: Head, folder: Path, meta: dict[str, Any], weights: dict[str, torch.Tensor] | None = None
+) -> None:
+    """Write the head: float32 `weights` (default: its own), configuration, default tree, and whose head it is."""
+    state = {name: tensor for name, tensor in (weights or head.state_dict()).items()}
+    empty = [name for name, tensor in state.items() if tensor.numel() == 0 or tensor.is_meta]
+    if empty:
+        raise UserError(f"head tensors without content: {', '.join(empty)}; they must be gathered before saving")
+    make_folder(folder)
+    scratch = folder / f".{WEIGHTS}.{secrets.token_hex(4)}.tmp"
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, scratch)
+        os.replace(scratch, folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        why = reason(error) if isinstance(error, OSError) else str(error)
+        raise UserError(f"cannot write {folder / WEIGHTS}: {why}") from error
+    finally:
+        scratch.unlink(missing_ok=True)
+    target = {"name": head.target.name, "fingerprint": head.target.fingerprint}
+    config = {"format": FORMAT, "kind": head.kind, "tree": str(head.tree), "target": target}
+    write_json(folder / CONFIG, config | {"config": asdict(head.config), "meta": meta})
+
+
+def load_head(folder: Path, target: Target, *, force: bool = False) -> Head:
+    """The head in `folder` for `target`, in the target's dtype; another target is refused unless forced."""
+    config = _read_config(folder)
+    if config["target"]["fingerprint"] != target.fingerprint and not force:
+        raise UserError(
+            f"head {folder} was trained for target {config['target']['name']!r}; the weights of {target.name!r} differ. "
+            "Use that target, or --force to try it all the same"
+        )
+    kind = HEADS[config["kind"]]
+    known = {field.name for field in fields(kind.Config)}
+    if set(config["config"]) != known:
+        raise UserError(f"{folder / CONFIG}: the {kind.kind} head's options differ from {', '.join(sorted(known))}")
+    head = kind(kind.Config(**config["config"]), target)
+    _load_strictly(head, folder / WEIGHTS)
+    head.tree = parse_plan(config["tree"])
+    return head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+
+
+def head_target(folder: Path) -> str:
+    """The name of the target that the head was trained for."""
+    return str(_read_config(folder)["target"]["name"])
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"no head at {folder}: a folder with {CONFIG} and {WEIGHTS} is expected")
+    config = read_json(folder / CONFIG)
+    wanted = {"format", "kind", "tree", "target", "config"}
+    if not isinstance(config, dict) or not wanted <= set(config):
+        raise UserError(f"{folder / CONFIG} is not a spechead head: it lacks {', '.join(sorted(wanted))}")
+    if config["format"] != FORMAT or config["kind"] not in HEADS:
+        raise UserError(
+            f"{folder / CONFIG}: format {config['format']} and kind {config['kind']!r} are unknown to this version "
+            f"(it reads format {FORMAT} and {', '.join(HEADS)})"
+        )
+    return config
+
+
+def _load_strictly(head: Head, path: Path) -> None:
+    try:
+        state = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    ours = head.state_dict()
+    missing, unexpected = sorted(ours.keys() - state.keys()), sorted(state.keys() - ours.keys())
+    if missing or unexpected:
+        raise UserError(f"{path}: missing tensors {missing}, unexpected tensors {unexpected}")
+    wrong = [
+        f"{name} {tuple(state[name].shape)} (needs {tuple(ours[name].shape)})"
+        for name in ours
+        if ours[name].shape != state[name].shape
+    ]
+    if wrong:
+        raise UserError(f"{path}: tensors of a wrong shape: {', '.join(wrong)}")
+    head.load_state_dict(state)

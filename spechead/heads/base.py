@@ -1,0 +1,114 @@
+"""What every trained head shares: its configuration, its draft vocabulary, and the one function that aligns rows and labels.
+
+A head is a drafter that is trained. Knows nothing of optimizers, files or templates.
+
+Legend: B batch rows, T tokens, D draft vocabulary, V target vocabulary, H hidden size, K depths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from spechead.dataset import Batch
+from spechead.target import Target, TargetOutput
+from spechead.tree import Plan, Tree, chain
+
+
+@dataclass
+class Hits:
+    """Which drafts would have been accepted, had decoding started a pass at each row (the text is the target's own)."""
+
+    correct: Tensor  # bool [K, B, T]: the draft of depth k+1 started at row t is the text's token t+2+k
+    valid: Tensor  # bool [B, T]: token t+2 exists and is supervised
+
+
+def ahead(batch: Batch, n: int) -> tuple[Tensor, Tensor]:
+    """Tokens n places further on, and where they are supervised: ids [B, T] and bool [B, T].
+
+    The one place where rows and labels are aligned. Row t holds the target's state at token t:
+
+        row            0    1    2    3    4
+        token          x0   x1   x2   x3   x4
+        ahead(1)       x1   x2   x3   x4   -     the target's own prediction; what EAGLE embeds beside feature t
+        ahead(2)       x2   x3   x4   -    -     label of Medusa head 0, and of EAGLE's first draft
+        ahead(2 + k)   ...                       label of Medusa head k, and of EAGLE's draft of depth k + 1
+
+    A row counts exactly when the token it is to predict is an assistant's and lies in the same document; the supervision is
+    shifted with the tokens.
+    """
+    width = batch.ids.shape[1]
+    ids = nn.functional.pad(batch.ids, (0, n))[:, n:][:, :width]
+    supervised = nn.functional.pad(batch.supervised, (0, n))[:, n:][:, :width]
+    document = nn.functional.pad(batch.document, (0, n), value=-1)[:, n:][:, :width]
+    return ids, supervised & (document == batch.document) & (batch.document >= 0)
+
+
+class Head(nn.Module):
+    """Base of all heads. A subclass adds `Config`, the modules, `training_step`, `new_state` and `propose`."""
+
+    kind: ClassVar[str]
+    Config: ClassVar[type]
+
+    layers: Sequence[int]  # the target's layers it reads, as indices into hidden_states
+    tree: Plan
+
+    def __init__(self, config: Any, target: Target) -> None:
+        super().__init__()
+        self.config = config
+        self.target = target  # not a module: stays out of the parameters and of the saved file
+        self.tree = chain(3)
+        if 0 < config.draft_vocab_size < target.vocab_size:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+            self.register_buffer("t2d", torch.zeros(target.vocab_size, dtype=torch.bool))
+        self.max_depth: int = 64  # drafts deeper than this are not in the head's power
+
+    d2t: Tensor  # int64 [D]: target id = draft id + d2t[draft id]
+    t2d: Tensor  # bool [V]: whether a target id is in the draft vocabulary
+
+    @property
+    def reduced(self) -> bool:
+        """Whether the draft vocabulary is smaller than the target's."""
+        return "d2t" in self._buffers
+
+    @property
+    def draft_size(self) -> int:
+        return self.d2t.shape[0] if self.reduced else self.target.vocab_size
+
+    def set_vocabulary(self, ids: Tensor) -> None:
+        """Fix the draft vocabulary: sorted target ids [D]."""
+        self.d2t.copy_(ids - torch.arange(ids.shape[0], device=ids.device))
+        self.t2d.zero_()
+        self.t2d[ids] = True
+
+    def draft_ids(self) -> Tensor | None:
+        """The target id of each draft id, int64 [D]; None where they are the same."""
+        if not self.reduced:
+            return None
+        return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
+
+    def to_draft(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Draft ids of target ids, and whether each has one: two tensors of the shape of `ids`."""
+        if not self.reduced:
+            return ids, torch.ones_like(ids, dtype=torch.bool)
+        rank = self.t2d.cumsum(0) - 1  # [V]: draft id of each id that is in
+        return rank[ids].clamp(min=0), self.t2d[ids]
+
+    def init_from_target(self) -> None:
+        """Start from the target's weights where that helps; the target must not be packed yet."""
+
+    def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
+        """The loss summed over supervised positions, and what the drafts would have done."""
+        raise NotImplementedError
+
+    def new_state(self, prompt: Tensor) -> Any:
+        """See `drafters.base.Drafter`."""
+        raise NotImplementedError
+
+    def propose(self, state: Any, fresh: Tensor, out: TargetOutput, plan: Plan) -> Tree:
+        """See `drafters.base.Drafter`."""
+        raise NotImplementedError

@@ -1,0 +1,116 @@
+"""Medusa-1 (arXiv 2401.10774): K parallel heads on the last hidden state; head k predicts the token k + 2 places further on.
+
+Legend: B batch, T rows, K heads, H hidden size, D draft vocabulary, n positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spechead.dataset import Batch
+from spechead.drafters.grow import grow
+from spechead.heads.base import Head, Hits, ahead
+from spechead.losses import hard_cross_entropy
+from spechead.target import Target, TargetOutput
+from spechead.tree import Plan, Tree
+
+
+@dataclass
+class MedusaConfig:
+    """Shape and loss of the heads."""
+
+    n_heads: int = 4
+    """Parallel heads; also the deepest draft."""
+    n_layers: int = 1
+    """Residual blocks of each head."""
+    output: str = "own"
+    """`own`: each head trains its output layer; `shared`: the target's, frozen, no weight of its own."""
+    draft_vocab_size: int = 0
+    """Rows of the output layer (the most frequent supervised tokens); 0 is the target's whole vocabulary."""
+    decay: float = 0.8
+    """λ: head k's loss weighs λ^k."""
+    hidden_size: int = 0
+    """0: the target's."""
+
+
+class _Block(nn.Module):
+    """x + SiLU(W x + b), the identity at the start."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., H]
+        return x + F.silu(self.linear(x))
+
+
+class Medusa(Head):
+    """K residual stacks over the target's final hidden state, each with an output layer."""
+
+    kind = "medusa"
+    Config = MedusaConfig
+
+    def __init__(self, config: MedusaConfig, target: Target) -> None:
+        config.hidden_size = config.hidden_size or target.hidden_size
+        super().__init__(config, target)
+        self.layers = ()
+        size = config.hidden_size
+        self.blocks = nn.ModuleList(
+            nn.Sequential(*(_Block(size) for _ in range(config.n_layers))) for _ in range(config.n_heads)
+        )
+        self.lm_heads = nn.ModuleList()
+        if config.output == "own":
+            self.lm_heads.extend(nn.Linear(size, self.draft_size, bias=False) for _ in range(config.n_heads))
+        self.max_depth = config.n_heads
+
+    @torch.no_grad()
+    def init_from_target(self) -> None:
+        """Every output layer starts as the target's rows, so that head k first repeats the next token."""
+        rows = self.draft_ids()
+        rows = torch.arange(self.draft_size, device=self.target.device) if rows is None else rows
+        weight, _ = self.target.output_rows(rows)
+        for layer in self.lm_heads:
+            layer.weight.copy_(weight)
+
+    def head_logits(self, hidden: Tensor, k: int) -> Tensor:  # [..., H] -> [..., D]
+        state = self.blocks[k](hidden)
+        if self.config.output == "own":
+            return self.lm_heads[k](state)
+        rows = self.draft_ids()
+        if rows is None:
+            return F.linear(state, *self.target.output_rows(torch.arange(self.draft_size, device=state.device)))
+        return F.linear(state, *self.target.output_rows(rows))
+
+    def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
+        """Σ_k λ^k cross-entropy of head k, over rows whose token ahead(2 + k) is supervised and in the draft vocabulary."""
+        loss = out.hidden.new_zeros((), dtype=torch.float32)
+        correct = torch.zeros(self.config.n_heads, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
+        for k in range(self.config.n_heads):
+            ids, supervised = ahead(batch, 2 + k)
+            labels, inside = self.to_draft(ids)
+            rows = supervised & inside  # [B, T]
+            logits = self.head_logits(out.hidden[rows].to(self.blocks[0][0].linear.weight.dtype), k)  # [n, D]
+            loss = loss + self.config.decay**k * hard_cross_entropy(logits, labels[rows])
+            correct[k][rows] = logits.detach().argmax(-1) == labels[rows]
+        return loss, Hits(correct, ahead(batch, 2)[1])
+
+    def new_state(self, prompt: Tensor) -> None:
+        return None
+
+    @torch.no_grad()
+    def propose(self, state: None, fresh: Tensor, out: TargetOutput, plan: Plan) -> Tree:
+        """Head k's distribution serves every node of depth k + 1, whatever its parent."""
+        hidden = out.hidden[0, -1:]  # [1, H]
+        depth = iter(range(1, self.config.n_heads))
+
+        def deepen(_: Tensor, __: Tensor, ___: Tensor) -> Tensor:
+            return self.head_logits(hidden, next(depth)).float().log_softmax(-1)
+
+        first = self.head_logits(hidden, 0).float().log_softmax(-1)  # [1, D]
+        return grow(plan.limited(self.max_depth), fresh[-1], first, self.draft_ids(), deepen)

@@ -1,0 +1,72 @@
+"""The building blocks of heads: norm, rotary positions, gated MLP, and attention whose pattern the caller brings.
+
+Knows nothing of targets, losses or trees.
+
+Legend: B batch, T rows, S keys, N query heads, G key/value heads, D head size, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""attend(query [B, N, T, D], key [B, G, T, D], value [B, G, T, D]) -> [B, N, T, D]; it may remember keys and values."""
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, the mean taken in float32 (arXiv 1910.07467)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., H]
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, hidden: int, intermediate: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., H]
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
+    """Rotate x [B, heads, T, D] by its positions [B, T] (arXiv 2104.09864, halves layout), in float32."""
+    half = x.shape[-1] // 2
+    steps = torch.arange(half, device=x.device, dtype=torch.float32) / half
+    angle = positions[:, None, :, None].float() * theta**-steps  # [B, 1, T, D/2]
+    cos, sin = angle.cos(), angle.sin()
+    first, second = x[..., :half].float(), x[..., half:].float()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; `attend` decides who sees whom."""
+
+    def __init__(self, inputs: int, hidden: int, heads: int, kv_heads: int, head_dim: int, theta: float) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(inputs, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(inputs, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(inputs, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
+        self.head_dim, self.theta = head_dim, theta
+
+    def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [B, T, inputs] -> [B, T, H]
+        query, key, value = (self._heads(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        out = attend(rotary(query, positions, self.theta), rotary(key, positions, self.theta), value)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:  # [B, T, heads*D] -> [B, heads, T, D]
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)

@@ -1,0 +1,349 @@
+"""Train a head on a frozen target: one loop, read from top to bottom.
+
+Knows nothing of any particular head, and nothing of DeepSpeed beyond `engine`.
+
+Legend: B rows, T tokens, K depths.
+"""
+
+from __future__ import annotations
+
+import platform
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spechead import metrics
+from spechead.dataset import (
+    Batch,
+    Sample,
+    build_samples,
+    collate,
+    draft_vocabulary,
+    plan_step,
+    read_conversations,
+    split_validation,
+)
+from spechead.engine import Engine, Ranks, checkpoints, learning_rate_factor, start, stop
+from spechead.errors import UserError
+from spechead.files import make_folder, read_json, write_json
+from spechead.formats.native import save_head
+from spechead.heads import HEADS, Head
+from spechead.heads.base import Hits
+from spechead.log import NoLog, Progress, RunLog, plot_curve
+from spechead.recipe import Recipe
+from spechead.target import Target, choose_device, native_bfloat16
+from spechead.tree import chain, parse_plan
+
+FINISHED = "run.json"
+
+
+class TrainingModule(nn.Module):
+    """What the engine wraps: the target's forward without gradient, then the head's training step."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.head = head
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Hits]:
+        single = bool((batch.document == 0).all())  # one document a row, no padding: plain causal
+        visible = None if single else batch.document[:, :, None] == batch.document[:, None, :]
+        out = self.head.target.forward(
+            batch.ids,
+            layers=self.head.layers,
+            positions=batch.positions,
+            visible=None if visible is None else visible.tril(),
+        )
+        return self.head.training_step(batch, out)
+
+
+@dataclass
+class Run:
+    """Everything a run needs, built once."""
+
+    recipe: Recipe
+    ranks: Ranks
+    out: Path
+    head: Head
+    engine: Engine
+    training: list[Sample]
+    validation: list[Sample]
+    dropped: dict[str, int]
+    total: int
+    device: torch.device
+
+
+def train(recipe: Recipe) -> Path:
+    """Train as the recipe says and return the head's folder; goes on where an interrupted run of the same recipe was."""
+    out = Path(recipe.out)
+    if (out / FINISHED).is_file():
+        _refuse_other_recipe(recipe, read_json(out / FINISHED)["recipe"], out)
+        print(f"{out} holds the finished run of this recipe; remove it to train anew")
+        return out / "head"
+    ranks = start(choose_device(recipe.target.device))
+    try:
+        run = set_up(recipe, ranks)
+        fit(run)
+        return finish(run)
+    finally:
+        stop()
+
+
+def set_up(recipe: Recipe, ranks: Ranks) -> Run:
+    """Seeds, target, data, head and engine."""
+    torch.manual_seed(recipe.seed)
+    random.seed(recipe.seed)
+    if recipe.engine.threads:
+        torch.set_num_threads(recipe.engine.threads)
+    out = Path(recipe.out)
+    make_folder(out)
+    device = choose_device(recipe.target.device)
+    bf16 = _bf16(recipe.engine.precision, device)
+    target = _load_target(recipe, bf16)
+    training, validation, dropped = load_data(recipe, target, ranks)
+    head = make_head(recipe, target, training)
+    target.pack()
+    total = recipe.optim.total_steps(len(training))
+    optim = recipe.optim
+    engine = Engine(
+        TrainingModule(head),
+        lr=optim.lr,
+        betas=optim.betas,
+        weight_decay=optim.weight_decay,
+        factor=learning_rate_factor(optim.schedule, total, optim.warmup_share, optim.min_lr_share),
+        clip_norm=optim.clip_norm,
+        micro_batch=optim.micro_batch_size,
+        accumulation=optim.accumulation(ranks.world),
+        zero_stage=recipe.engine.zero_stage,
+        bf16=bf16,
+    )
+    return Run(recipe, ranks, out, head, engine, training, validation, dropped, total, device)
+
+
+def fit(run: Run) -> None:
+    """The loop: plan the step's samples, forward and backward in micro steps, step, log, checkpoint, validate."""
+    recipe, engine, ranks = run.recipe, run.engine, run.ranks
+    folder = run.out / "checkpoints"
+    done, tokens_seen = 0, 0
+    resumed = checkpoints(folder)
+    if resumed:
+        state = engine.load(resumed[-1])
+        _refuse_other_recipe(recipe, state["recipe"], run.out)
+        done, tokens_seen = state["step"], state["tokens"]
+    config = recipe.to_dict()
+    log = (
+        RunLog(run.out, recipe.log.wandb, recipe.log.project, config, resume=bool(resumed))
+        if ranks.first
+        else NoLog()
+    )
+    with Progress("train", run.total, "step", done=done, quiet=not ranks.first) as progress:
+        window = Window()
+        for step in range(done + 1, run.total + 1):
+            batches = micro_batches(run, step)
+            supervised = int(ranks.sum(torch.tensor(sum(int(b.supervised.sum()) for b in batches))))
+            for batch in batches:
+                loss, hits = engine(batch)
+                _refuse_not_finite(loss, step, batch, run.head)
+                engine.backward(loss / supervised)
+                engine.step()
+                window.add(loss, hits, batch)
+            tokens_seen += supervised
+            progress.advance(note=window.note)
+            if step % recipe.log.every == 0 or step == run.total:
+                values = window.values(ranks)
+                log.record(step, values | {"lr": engine.lr, "grad_norm": engine.grad_norm, "tokens": tokens_seen})
+            if step % recipe.log.checkpoint_every == 0 and step < run.total:
+                kept = {"step": step, "tokens": tokens_seen, "recipe": config}
+                engine.save(folder, step, kept, ranks, recipe.log.keep)
+            if run.validation and _due(step, recipe.log.validate_every, run.total):
+                log.record(step, {f"validation/{k}": v for k, v in validate(run).items()})
+    log.close()
+
+
+def micro_batches(run: Run, step: int) -> list[Batch]:
+    """This rank's share of the step's samples. The samples depend on the step and the seed alone, not on the ranks."""
+    optim, ranks = run.recipe.optim, run.ranks
+    chosen = plan_step(len(run.training), optim.batch_size, run.recipe.seed, step - 1)
+    mine = chosen[ranks.rank :: ranks.world]
+    size = optim.micro_batch_size
+    parts = [mine[i : i + size] for i in range(0, len(mine), size)]
+    length = run.recipe.data.max_length
+    return [collate([run.training[i] for i in part], length).to(run.device) for part in parts]
+
+
+class Window:
+    """Sums over the steps since the last log line."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self._loss, self._supervised, self._tokens, self._began = 0.0, 0, 0, time.monotonic()
+        self._correct: Tensor | None = None  # [K]
+        self._rows = self._passes = self._committed = 0
+
+    def add(self, loss: Tensor, hits: Hits, batch: Batch) -> None:
+        self._loss += float(loss)
+        self._supervised += int(batch.supervised.sum())
+        self._tokens += batch.ids.numel()
+        correct = (hits.correct & hits.valid).sum((1, 2))  # [K]
+        self._correct = correct if self._correct is None else self._correct + correct
+        self._rows += int(hits.valid.sum())
+        for row in range(hits.valid.shape[0]):
+            passes, committed = metrics.walk(hits.correct[:, row], hits.valid[row])
+            self._passes += passes
+            self._committed += committed
+
+    @property
+    def note(self) -> str:
+        return f"loss {self._loss / max(1, self._supervised):.2f}, {self._committed / max(1, self._passes):.2f} tokens/pass"
+
+    def values(self, ranks: Ranks) -> dict[str, float]:
+        """Loss per supervised token, accuracy by depth, the acceptance length they imply, and the rate; then starts anew."""
+        correct = self._correct if self._correct is not None else torch.zeros(0)
+        sums = torch.tensor(
+            [self._loss, self._supervised, self._tokens, self._rows, self._passes, self._committed, *correct.tolist()],
+            dtype=torch.float64,
+        )
+        loss, supervised, tokens, rows, passes, committed, *depths = ranks.sum(sums).tolist()
+        found = {
+            "loss": loss / max(1, supervised),
+            "acceptance_length": committed / max(1, passes),
+            "tokens_per_s": tokens / (time.monotonic() - self._began),
+        }
+        found |= {f"accuracy@{k + 1}": hit / max(1, rows) for k, hit in enumerate(depths)}
+        self._clear()
+        return found
+
+
+@torch.no_grad()
+def validate(run: Run) -> dict[str, float]:
+    """The window's numbers over the held-out samples."""
+    run.engine.train(False)
+    window = Window()
+    for sample in run.validation[run.ranks.rank :: run.ranks.world]:
+        batch = collate([sample], run.recipe.data.max_length).to(run.device)
+        loss, hits = run.engine.module(batch)
+        window.add(loss, hits, batch)
+    run.engine.train(True)
+    values = window.values(run.ranks)
+    values.pop("tokens_per_s")
+    return values
+
+
+def finish(run: Run) -> Path:
+    """Write the head, what it came from, and the curve."""
+    weights = {name.removeprefix("head."): tensor for name, tensor in run.engine.master_weights().items()}
+    folder = run.out / "head"
+    if run.ranks.first:
+        provenance = {
+            "recipe": run.recipe.to_dict(),
+            "samples": {"training": len(run.training), "validation": len(run.validation), "dropped": run.dropped},
+            "versions": {name: version(name) for name in ("spechead", "torch", "transformers", "deepspeed")},
+            "machine": f"{platform.machine()}, {platform.system()}, {torch.get_num_threads()} threads",
+        }
+        save_head(run.head, folder, {"data": run.recipe.data.train, "steps": run.total}, weights)
+        plot_curve(run.out)
+        write_json(run.out / FINISHED, provenance)
+    run.ranks.barrier()
+    return folder
+
+
+def load_data(
+    recipe: Recipe, target: Target, ranks: Ranks
+) -> tuple[list[Sample], list[Sample], dict[str, int]]:
+    """Training and validation samples, and what was dropped and why."""
+    conversations = read_conversations(recipe.data.sources(), recipe.data.limit)
+    samples = build_samples(
+        conversations, target.tokenizer, recipe.data.max_length, recipe.target.template_kwargs
+    )
+    if ranks.first:
+        for why, count in samples.dropped.items():
+            print(f"data: {count} of {len(conversations)} conversations {why}")
+        foreign = sum(row.get("meta", {}).get("target") != target.name for row in conversations)
+        if foreign:
+            print(
+                f"data: {foreign} of {len(conversations)} answers are not marked as written by {target.name}; a head learns "
+                "most from the target's own answers (spechead data synthesize)"
+            )
+    training, validation = split_validation(samples.items, recipe.data.validation_share, recipe.seed)
+    if not training:
+        raise UserError(f"data.train {recipe.data.train}: no conversation is left to train on")
+    return training, validation, samples.dropped
+
+
+def make_head(recipe: Recipe, target: Target, training: Sequence[Sample]) -> Head:
+    """A new head for the target, its draft vocabulary counted from the training answers."""
+    kind = HEADS[recipe.head.kind]
+    head = kind(kind.Config(**recipe.head.options), target)
+    if head.reduced:
+        head.set_vocabulary(draft_vocabulary(training, head.draft_size, target.vocab_size))
+    head.tree = parse_plan(recipe.head.tree) if recipe.head.tree else chain(3)
+    head.to(target.device)
+    if recipe.head.init_from_target:
+        head.init_from_target()
+    return head
+
+
+def _load_target(recipe: Recipe, bf16: bool) -> Target:
+    dtype = recipe.target.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if bf16 else "float32"
+    return Target.load(
+        recipe.target.name,
+        dtype=dtype,
+        device=recipe.target.device,
+        trust_remote_code=recipe.target.trust_remote_code,
+        pack=False,
+    )
+
+
+def _bf16(precision: str, device: torch.device) -> bool:
+    return precision == "bf16" or (precision == "auto" and native_bfloat16(device))
+
+
+def _due(step: int, every: int, total: int) -> bool:
+    return step == total or (every > 0 and step % every == 0)
+
+
+def _refuse_not_finite(loss: Tensor, step: int, batch: Batch, head: Head) -> None:
+    if torch.isfinite(loss):
+        return
+    bad = [name for name, p in head.named_parameters() if not torch.isfinite(p).all()]
+    where = f"parameter {bad[0]}" if bad else "an activation"
+    raise UserError(
+        f"step {step}: the loss is {float(loss)} on conversation(s) {batch.rows}; the first bad tensor is {where}. "
+        "Lower optim.lr, or look at the conversation with `spechead data inspect`"
+    )
+
+
+def _refuse_other_recipe(recipe: Recipe, earlier: dict[str, Any], out: Path) -> None:
+    """A run is carried on only by the recipe that began it (where it logs to does not matter)."""
+    now = _flat(recipe.to_dict())
+    before = _flat(earlier)
+    differing = [
+        name for name in sorted(now.keys() | before.keys())
+        if now.get(name) != before.get(name) and not name.startswith(("log.", "out"))
+    ]
+    if differing:
+        name = differing[0]
+        raise UserError(
+            f"{out} holds a run with {name} = {before.get(name)!r}, now {now.get(name)!r}: "
+            "choose another --out, or remove that folder"
+        )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = list(value) if isinstance(value, tuple) else value
+    return flat
