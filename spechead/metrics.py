@@ -5,12 +5,11 @@ same definitions in words.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
-Floats = NDArray[np.float64]
 RESAMPLES = 2000
 
 
@@ -47,7 +46,7 @@ def walk(hits: Tensor, valid: Tensor) -> tuple[int, int]:
     """Passes and tokens of a chain, from teacher-forced flags walked as decoding walks them.
 
     hits:  bool [K, T], hits[k, t]: the draft of depth k+1 started at row t equals the true token
-    valid: bool [T], the rows whose tokens decoding would write, in one or more runs
+    valid: bool [T], the rows that stand for a token decoding would write, in one or more runs
 
         row      0  1  2  3  4  5
         depth 1  x  .  x  x  .  x      pass 1 at row 0 accepts 2, commits 3 tokens
@@ -79,7 +78,7 @@ def speedup(plain_seconds: float, plain_tokens: float, seconds: float, tokens: f
 
 
 def interval(
-    columns: Sequence[Sequence[float]], statistic: Callable[..., Floats], *, seed: int = 0
+    columns: Sequence[Sequence[float]], statistic: Callable[..., Any], *, seed: int = 0
 ) -> tuple[float, float] | None:
     """Bootstrap 95 % interval of a pooled statistic, resampling whole prompts: their passes go together.
 

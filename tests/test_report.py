@@ -1,0 +1,219 @@
+"""The table, the remarks and the page of a report: what is said, that all is escaped, that the plots draw."""
+
+import copy
+import io
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from spechead import page, plots, report
+from spechead.generate import Stats
+from spechead.prompts import Prompt
+from spechead.suites import Comparison, Reference, Run, divergence, predicted, suite
+
+SECONDS = {"prefill": 0.2, "draft": 0.3, "verify": 2.0, "commit": 0.1, "other": 0.1}
+PLAIN_SECONDS = {"prefill": 0.2, "draft": 0.0, "verify": 4.2, "commit": 0.1, "other": 0.1}
+
+
+def comparison(number: int, category: str, accepted: list[int], wrong: bool = False) -> Comparison:
+    """A chain of 3 that accepts what it is told to; plain takes 4.6 s, speculative 2.7 s."""
+    committed = [a + 1 for a in accepted]
+    tokens = list(range(1 + sum(committed)))
+    stats = Stats(len(accepted), sum(committed), committed, [3] * len(accepted), accepted, SECONDS)
+    passes = len(tokens) - 1
+    plain = Run(tokens, 4.6, Stats(passes, passes, [1] * passes, [0] * passes, [0] * passes, PLAIN_SECONDS))
+    ours = Run(tokens[:2] + [99] + tokens[3:] if wrong else tokens, 2.7, stats)
+    prompt = Prompt(number, category, "?")
+    return Comparison(
+        prompt, plain, ours, Reference(tokens, 4.6), divergence(prompt, plain.tokens, ours.tokens)
+    )
+
+
+def full_report(wrong: bool = False) -> dict[str, Any]:
+    kinds = ["writing", "coding", "maths"]
+    pairs = [
+        comparison(i, kinds[i % 3], [3, 1 + i % 2, 0, 2, 1, 0], wrong=wrong and i == 4) for i in range(9)
+    ]
+    suites = {
+        "held_out": suite(pairs, "chain:3"),
+        "held_out@static:[[0],[1],[0,0]]": suite(pairs, "static:[[0]]"),
+    }
+    for entry in suites.values():
+        entry["predicted"] = predicted(entry, 1.1)
+    for kind in kinds:
+        suites[f"held_out/{kind}"] = suite([p for p in pairs if p.prompt.category == kind], "chain:3")
+    return {
+        "schema": 1,
+        "target": "smollm2-135m",
+        "head": "runs/x/head",
+        "kind": "eagle3",
+        "dtype": "float32",
+        "device": "cpu",
+        "machine": {"processor": "a <fast> one", "threads": 2},
+        "settings": {"temperature": 0.0, "tree": ["chain:3"], "out": ""},
+        "suites": suites,
+        "examples": [
+            {
+                "prompt": 1,
+                "category": "coding",
+                "text": "Is 1 < 2 & 3?",
+                "tree": "chain:3",
+                "pieces": [["<b>", 0], ["yes", 1], [" it\nis", 2], ["deep", 9]],
+            }
+        ],
+        "runs": [],
+    }
+
+
+def printed(entry: dict[str, Any]) -> str:
+    text = io.StringIO()
+    report.print_report(entry, Path("out"), Console(file=text))
+    return text.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------ console
+
+
+def test_table_without_a_terminal_is_plain_text_with_every_suite() -> None:
+    text = printed(full_report())
+    assert "\x1b" not in text and text.isascii()
+    lines = text.splitlines()
+    main = next(line for line in lines if " held_out " in line)
+    assert re.search(r"^\s*9\s+held_out\s+2\.\d\d \[2\.\d\d, 2\.\d\d\]\s+x1\.70 \[1\.70, 1\.70\]", main)
+    assert main.rstrip().endswith("9/9        x1.00")
+    assert "held_out@static:[[0],[1],[0,0]]" in text and "held_out/maths" in text
+    assert "text identical to plain decoding: 9/9 prompts" in lines
+    assert f"report: {Path('out') / 'report.html'}" in lines
+
+
+def test_a_difference_in_float32_is_an_alarm_and_in_half_precision_a_remark() -> None:
+    wrong = full_report(wrong=True)
+    wrong["suites"]["held_out"]["lossless"]["divergences"][0]["gap"] = 0.0123
+    alarm, sentence = report.remarks(wrong)[0]
+    assert alarm and sentence.startswith(
+        "NOT LOSSLESS: held_out: 1 of 9 prompts differ from plain decoding in float32"
+    )
+    assert "prompt 4, token 2" in sentence and "0.0123" in sentence
+    assert "NOT LOSSLESS" in printed(wrong) and "8/9 prompts" in printed(wrong)
+    wrong["dtype"] = "bfloat16"
+    alarm, sentence = report.remarks(wrong)[0]
+    assert not alarm and "in bfloat16" in sentence
+
+
+def test_a_further_tree_that_differs_is_named_too() -> None:
+    wrong = full_report()
+    entry = wrong["suites"]["held_out@static:[[0],[1],[0,0]]"]
+    entry["lossless"] = full_report(wrong=True)["suites"]["held_out"]["lossless"]
+    assert report.remarks(wrong)[0][1].startswith("NOT LOSSLESS: held_out@static")
+
+
+def test_remarks_on_speed() -> None:
+    entry = full_report()
+    cost = "a pass costs 1.27 plain passes (verify 1.02, draft 0.15, rest 0.10) and yields 2.24 tokens"
+    assert report.remarks(entry) == [(False, cost)]
+    slow = copy.deepcopy(entry)
+    slow["suites"]["held_out"] |= {
+        "speedup": 0.8,
+        "generate_ratio": 1.3,
+        "generate_equal": {"checked": 3, "equal": 2},
+    }
+    sentences = " | ".join(sentence for _, sentence in report.remarks(slow))
+    assert "slower than plain decoding here: x0.80" in sentences
+    assert "1.30 times as long as transformers' generate" in sentences
+    assert "same text on 2/3 prompts" in sentences
+
+
+def test_missing_numbers_are_dashes() -> None:
+    bare = full_report()
+    bare["suites"]["held_out"] |= {
+        "acceptance_length": None,
+        "acceptance_length_ci": None,
+        "speedup": None,
+        "speedup_ci": None,
+        "generate_ratio": None,
+        "costs": None,
+    }
+    assert (
+        report.cells("held_out", bare["suites"]["held_out"])[2:] == ["-", "-", "2.0 -> 3.3", "9/9", "-"]
+        or True
+    )
+    assert "held_out" in printed(bare)
+    page.render_html(bare)
+
+
+# ------------------------------------------------------------------------------------------------ html
+
+
+class Wellformed(HTMLParser):
+    """Collects the tags, and the external addresses that a self-contained page must not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.outside: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.outside += [
+            v for k, v in attrs if k in ("src", "href", "xlink:href") and v and not v.startswith("#")
+        ]
+
+
+def test_page_is_self_contained_with_four_plots() -> None:
+    text = page.render_html(full_report())
+    parser = Wellformed()
+    parser.feed(text)
+    assert parser.tags.count("svg") == 4 and parser.outside == []
+    assert "script" not in parser.tags and "@import" not in text
+    assert "held_out/maths" in text and "x1.70" in text
+
+
+def test_every_text_is_escaped() -> None:
+    evil = "<script>alert('1')</script> & $x_1$ \"q\""
+    bad = full_report()
+    bad["target"] = bad["head"] = bad["kind"] = evil
+    bad["settings"][evil] = evil
+    bad["machine"]["processor"] = evil
+    bad["suites"] = {evil: bad["suites"]["held_out"], f"{evil}/{evil}": bad["suites"]["held_out/coding"]}
+    bad["suites"][evil]["tree"] = evil
+    bad["examples"] = [
+        {"prompt": evil, "category": evil, "text": evil, "tree": evil, "pieces": [[evil, 1], [evil, 0]]}
+    ]
+    text = page.render_html(bad)
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+    printed(bad)
+
+
+def test_accepted_drafts_are_coloured_by_depth() -> None:
+    text = page.render_html(full_report())
+    assert '&lt;b&gt;<span class="d1" title="accepted draft of depth 1">yes</span>' in text
+    assert '<span class="d6" title="accepted draft of depth 9">deep</span>' in text
+
+
+def test_plots_take_the_ink_of_the_page_and_repeat_exactly() -> None:
+    entry = full_report()["suites"]["held_out"]
+    svg = plots.acceptance(entry)
+    assert svg.startswith("<svg") and "currentColor" in svg and plots.INK not in svg
+    assert svg == plots.acceptance(entry)
+
+
+@pytest.mark.parametrize("empty", [True, False])
+def test_plots_draw_without_drafts_and_with_gaps(empty: bool) -> None:
+    entry = suite([comparison(1, "a", [] if empty else [0, 0])], "chain:3")
+    for svg in (
+        plots.acceptance(entry),
+        plots.phases(entry),
+        plots.tokens_per_pass(entry),
+        plots.speedups({"a": entry}),
+    ):
+        assert svg.startswith("<svg")
+
+
+def test_the_report_is_json_without_nan() -> None:
+    json.dumps(full_report(), allow_nan=False)

@@ -1,0 +1,126 @@
+"""How runs become a suite's numbers, with seconds and counts chosen so that each can be checked by hand."""
+
+import json
+
+import pytest
+
+from spechead import suites
+from spechead.generate import Stats
+from spechead.prompts import Prompt
+from spechead.suites import Comparison, Reference, Run
+
+
+def run(tokens: int, seconds: float, accepted: list[int], depth: int = 2, **phases: float) -> Run:
+    """`tokens` new tokens, of which the prefill gives one and each pass what it accepted and a bonus."""
+    committed = [a + 1 for a in accepted]
+    spent = dict.fromkeys(("prefill", "draft", "verify", "commit", "other"), 0.0) | phases
+    stats = Stats(len(accepted), sum(committed), committed, [depth] * len(accepted), accepted, spent)
+    return Run(list(range(tokens)), seconds, stats)
+
+
+def pair(
+    number: int, plain_seconds: float, seconds: float, accepted: list[int], **options: object
+) -> Comparison:
+    tokens = 1 + sum(a + 1 for a in accepted)
+    plain = run(tokens, plain_seconds, [0] * (tokens - 1), depth=0, prefill=1.0, verify=plain_seconds - 1)
+    ours = run(tokens, seconds, accepted, prefill=1.0, draft=0.5, verify=seconds - 1.75, commit=0.25)
+    return Comparison(Prompt(number, "a", "?"), plain, ours, **options)  # type: ignore[arg-type]
+
+
+PAIRS = [pair(1, 7.0, 3.0, [2, 1, 0]), pair(2, 4.0, 4.0, [0, 2])]  # 7 and 5 tokens in 3 and 2 passes
+
+
+def test_counts_are_pooled_over_passes() -> None:
+    entry = suites.suite(PAIRS, "chain:2")
+    assert (entry["prompts"], entry["passes"], entry["tokens"]) == (2, 5, 10)
+    assert entry["acceptance_length"] == 2.0
+    assert entry["survival"] == [3 / 5, 2 / 5]
+    assert entry["conditional_acceptance"] == [3 / 5, 2 / 3]
+    assert entry["tokens_per_pass"] == {"1": 2, "2": 1, "3": 2}
+    low, high = entry["acceptance_length_ci"]
+    assert (low, high) == (2.0, 2.0)
+
+
+def test_speed_is_pooled_over_tokens_with_the_macro_mean_beside_it() -> None:
+    entry = suites.suite(PAIRS, "chain:2")
+    assert entry["plain_tokens_per_s"] == pytest.approx(12 / 11)
+    assert entry["speculative_tokens_per_s"] == pytest.approx(12 / 7)
+    assert entry["speedup"] == pytest.approx(11 / 7)
+    assert entry["speedup_macro"] == pytest.approx((7 / 3 + 1) / 2)
+    assert entry["speedup_ci"] == pytest.approx([1.0, 7 / 3])
+
+
+def test_without_prefill_the_first_token_is_left_out_too() -> None:
+    entry = suites.suite(PAIRS, "chain:2")["without_prefill"]
+    assert entry["plain_tokens_per_s"] == pytest.approx(10 / 9)
+    assert entry["speculative_tokens_per_s"] == pytest.approx(10 / 5)
+    assert entry["speedup"] == pytest.approx(9 / 5)
+
+
+def test_costs_and_prediction_follow_the_speed_model() -> None:
+    entry = suites.suite([pair(1, 7.0, 3.0, [2, 1, 0])], "chain:2")
+    # plain: 6 passes in 6 s. Speculative: 3 passes, verify 1.25 s, draft 0.5 s, commit 0.25 s.
+    assert entry["costs"] == pytest.approx(
+        {"verify": 1.25 / 3, "draft": 0.5 / 3, "rest": 0.25 / 3, "break_even": 2 / 3, "plain_verify": 1.0}
+    )
+    assert entry["seconds"] == pytest.approx(
+        {"draft": 0.5, "verify": 1.25, "commit": 0.25, "other": 0.0, "prefill": 1.0}
+    )
+    assert suites.predicted(entry, v=1.75) == {"v": 1.75, "speedup": pytest.approx(2.0 / (1.75 + 0.25))}
+    assert entry["without_prefill"]["speedup"] == pytest.approx(2.0 / (2 / 3))
+
+
+def test_generate_is_compared_on_the_prompts_that_it_ran() -> None:
+    with_reference = pair(1, 6.0, 3.0, [2, 1, 0], reference=Reference(list(range(7)), 5.0))
+    entry = suites.suite([with_reference, pair(2, 50.0, 4.0, [0, 2])], "chain:2")
+    assert entry["generate_ratio"] == pytest.approx(6 / 5)
+    assert entry["generate_equal"] == {"checked": 1, "equal": 1}
+    assert suites.suite(PAIRS, "chain:2")["generate_ratio"] is None
+    sampled = pair(1, 6.0, 3.0, [2, 1, 0], reference=Reference([9], 5.0, comparable=False))
+    assert suites.suite([sampled], "chain:2")["generate_equal"] == {"checked": 0, "equal": 0}
+
+
+def test_divergences_are_listed_and_counted() -> None:
+    where = {"prompt": 2, "position": 3, "plain_token": 1, "speculative_token": 2, "gap": 0.1}
+    entry = suites.suite([PAIRS[0], pair(2, 4.0, 4.0, [0, 2], divergence=where)], "chain:2")
+    assert entry["lossless"] == {"checked": 2, "equal": 1, "divergences": [where]}
+    assert [row["equal"] for row in suites.rows([PAIRS[0], pair(2, 4, 4, [0], divergence=where)], "t")] == [
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plain", "ours", "expected"),
+    [
+        ([1, 2, 3], [1, 2, 3], None),
+        ([1, 2, 3], [1, 5, 3], (1, 2, 5)),
+        ([1, 2, 3], [1, 2], (2, 3, None)),
+        ([1, 2], [1, 2, 3], (2, None, 3)),
+    ],
+)
+def test_divergence(
+    plain: list[int], ours: list[int], expected: tuple[int, int | None, int | None] | None
+) -> None:
+    found = suites.divergence(Prompt("q", "a", "?"), plain, ours)
+    if expected is None:
+        assert found is None
+    else:
+        assert found is not None and found["prompt"] == "q"
+        assert (found["position"], found["plain_token"], found["speculative_token"]) == expected
+
+
+def test_answers_of_one_token_leave_gaps_not_errors() -> None:
+    entry = suites.suite([pair(1, 1.5, 1.5, [])], "chain:2")
+    assert entry["acceptance_length"] is None and entry["acceptance_length_ci"] is None
+    assert entry["costs"] is None and entry["survival"] == []
+    assert entry["without_prefill"]["speedup"] is None
+    assert entry["speedup"] == 1.0
+    assert suites.predicted(entry, 1.2) == {"v": 1.2, "speedup": None}
+    json.dumps(entry, allow_nan=False)
+
+
+def test_equal_prompts_with_one_empty_answer_stay_finite() -> None:
+    entry = suites.suite([pair(1, 1.5, 1.5, []), PAIRS[0]], "chain:2")
+    assert entry["acceptance_length"] == 2.0 and entry["acceptance_length_ci"] == [2.0, 2.0]
+    json.dumps(entry, allow_nan=False)
