@@ -23,7 +23,7 @@ class TargetConfig:
     name: str = "smollm2-135m"
     """The embedded smollm2-135m, a local folder, or a hub id."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Number format of its weights; auto: as stored on an accelerator, float32 on the CPU."""
+    """Number format of its weights; auto: bfloat16 where the head trains in bf16, else float32."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:0; auto takes the accelerator of this process where there is one."""
     trust_remote_code: bool = False
@@ -116,7 +116,7 @@ class EngineConfig:
     zero_stage: Literal[0, 1, 2] = 0
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards optimizer state, 2 also gradients."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
-    """Of the head's arithmetic, over float32 master weights; auto: bf16 where the accelerator has it."""
+    """Of the arithmetic, over float32 master weights; auto: bf16 where the device computes it natively."""
     threads: int = 0
     """CPU threads of each process; 0 leaves torch's choice."""
 

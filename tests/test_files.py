@@ -72,12 +72,16 @@ def test_unreadable_json_names_the_file(tmp_path: Path) -> None:
         files.read_json(tmp_path / "binary.json")
 
 
-@pytest.mark.parametrize("name", ["recipes/eagle3-smollm2.yaml", "eval/prompts/held_out.jsonl", "data/sample.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["recipes/eagle3-smollm2.yaml", "eval/prompts/held_out.jsonl", "data/sample.jsonl"]
+)
 def test_shipped_files_are_found(name: str) -> None:
     assert files.shipped(name).is_file()
 
 
-def test_the_installed_copy_comes_before_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_installed_copy_comes_before_the_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "spechead"
     for root in (package / "share", tmp_path):
         (root / "data").mkdir(parents=True)

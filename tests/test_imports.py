@@ -53,7 +53,9 @@ def own(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("library", EDGES)
 def test_a_library_is_imported_by_its_edge_alone(library: str) -> None:
-    users = {name for name, path in MODULES.items() if library in {n.partition(".")[0] for n in imports(path)}}
+    users = {
+        name for name, path in MODULES.items() if library in {n.partition(".")[0] for n in imports(path)}
+    }
     assert users <= EDGES[library]
 
 
@@ -84,7 +86,10 @@ sys.meta_path.insert(0, Block())
 def python(code: str, blocked: set[str]) -> str:
     """Run `code` where importing the `blocked` libraries fails; what it printed."""
     done = subprocess.run(
-        [sys.executable, "-c", BLOCK.format(blocked=blocked) + code], capture_output=True, text=True, check=False
+        [sys.executable, "-c", BLOCK.format(blocked=blocked) + code],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -103,5 +108,7 @@ def test_help_of_a_recipe_needs_no_torch() -> None:
 
 
 def test_decoding_and_measuring_need_no_training_library() -> None:
-    code = "import spechead.answer, spechead.evaluate, spechead.synthesize, spechead.inspect_data; print('fine')"
+    code = (
+        "import spechead.answer, spechead.evaluate, spechead.synthesize, spechead.inspect_data; print('fine')"
+    )
     assert python(code, {"deepspeed", "wandb", "peft", "datasets"}) == "fine\n"

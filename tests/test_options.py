@@ -67,7 +67,11 @@ def test_lists_are_given_one_by_one_or_at_once() -> None:
 
 
 def test_free_mappings_take_any_key() -> None:
-    assert outer("--free.a", "[1, 2]", "--free.b=1e-3", "--free.c", "x").free == {"a": [1, 2], "b": 1e-3, "c": "x"}
+    assert outer("--free.a", "[1, 2]", "--free.b=1e-3", "--free.c", "x").free == {
+        "a": [1, 2],
+        "b": 1e-3,
+        "c": "x",
+    }
 
 
 @pytest.mark.parametrize("text", ["3", "null", "a: b, {c", "[1", "--x", "1e-3", "yes"])
@@ -88,7 +92,10 @@ def test_bare_words_fill_required_fields() -> None:
     [
         (["--inner.lrr", "3"], r"unknown option inner.lrr \(did you mean inner.lr\?\)"),
         (["--max-token=3"], r"unknown option max_token \(did you mean max_tokens\?\)"),
-        (["--inner.zzzzz"], r"unknown option inner.zzzzz \(known: inner.lr, inner.shape, inner.betas, inner.quick\)"),
+        (
+            ["--inner.zzzzz"],
+            r"unknown option inner.zzzzz \(known: inner.lr, inner.shape, inner.betas, inner.quick\)",
+        ),
         (["--inner.lr", "fast"], "option inner.lr: expected float, got fast"),
         (["--max_tokens", "1.5"], "option max_tokens: expected int, got 1.5"),
         (["--inner.shape=flat"], "option inner.shape: expected one of cosine, linear, got flat"),
@@ -104,7 +111,9 @@ def test_mistakes_are_one_line(argv: list[str], message: str) -> None:
 
 def test_yaml_with_flags_over_it(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
-    file.write_text("inner:\n  lr: 1e-4  # a number, as people write it\n  shape: linear\nfree: {a: {b: 1}}\n")
+    file.write_text(
+        "inner:\n  lr: 1e-4  # a number, as people write it\n  shape: linear\nfree: {a: {b: 1}}\n"
+    )
     got = outer("--inner.shape", "cosine", config=str(file))
     assert got == Outer(Inner(lr=1e-4), free={"a": {"b": 1}})
     assert outer(config="") == Outer()

@@ -18,14 +18,24 @@ SHIPPED = sorted(path.stem for path in files.shipped("recipes").glob("*.yaml"))
 
 
 def test_the_recipes_that_should_ship() -> None:
-    wanted = {"eagle3-smollm2", "medusa-smollm2", "eagle3-smollm2-long", "eagle3-llama-3.1-8b", "medusa-qwen3-8b"}
+    wanted = {
+        "eagle3-smollm2",
+        "medusa-smollm2",
+        "eagle3-smollm2-long",
+        "eagle3-llama-3.1-8b",
+        "medusa-qwen3-8b",
+    }
     assert set(SHIPPED) == wanted
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_recipe_loads_by_name_and_by_path(name: str) -> None:
     recipe = load_recipe(name)
-    assert recipe == load_recipe(str(files.shipped(f"recipes/{name}.yaml"))) == load_recipe(f"recipes/{name}.yaml")
+    assert (
+        recipe
+        == load_recipe(str(files.shipped(f"recipes/{name}.yaml")))
+        == load_recipe(f"recipes/{name}.yaml")
+    )
     assert recipe.out == f"runs/{name}"
     assert recipe.head.kind == name.partition("-")[0]
 
@@ -50,7 +60,9 @@ def header_commands(path: Path) -> list[list[str]]:
     lines = [line[1:].strip() for line in path.read_text().split("\n\n")[0].splitlines()]
     text = "\n".join(lines).replace("\\\n", " ")
     starts = ("torchrun ", "spechead ")
-    commands = [line.partition(":")[2].strip() or line for line in text.splitlines() if ":" in line] + text.splitlines()
+    commands = [
+        line.partition(":")[2].strip() or line for line in text.splitlines() if ":" in line
+    ] + text.splitlines()
     return [shlex.split(line) for line in commands if line.startswith(starts)]
 
 
@@ -78,7 +90,9 @@ def test_without_a_config_the_defaults_hold() -> None:
 
 
 def test_sources_find_what_ships() -> None:
-    recipe = load_recipe(overrides=["--data.train", "shipped:data/sample.jsonl", "--data.train", "hf:a/b:train"])
+    recipe = load_recipe(
+        overrides=["--data.train", "shipped:data/sample.jsonl", "--data.train", "hf:a/b:train"]
+    )
     assert recipe.data.sources() == [str(files.shipped("data/sample.jsonl")), "hf:a/b:train"]
 
 
@@ -92,7 +106,10 @@ def test_sources_find_what_ships() -> None:
         ("--optim.warmup_share 1", "option optim.warmup_share: must be from 0 to below 1"),
         ("--optim.min_lr_share 1.5", "option optim.min_lr_share: must be from 0 to 1"),
         ("--optim.batch_size 0", "option optim.batch_size: must be at least 1"),
-        ("--optim.batch_size 6 --optim.micro_batch_size 4", "batch_size 6 is not a multiple of .* 4 x 1 processes"),
+        (
+            "--optim.batch_size 6 --optim.micro_batch_size 4",
+            "batch_size 6 is not a multiple of .* 4 x 1 processes",
+        ),
         ("--data.max_length 0", "option data.max_length: must be at least 1"),
         ("--data.train=[]", "option data.train: must be the name of at least one source"),
         ("--data.validation_share 1.0", "option data.validation_share: must be from 0 to below 1"),
@@ -118,7 +135,9 @@ def test_bad_values_are_named_in_one_line(flags: str, message: str) -> None:
 def test_an_unknown_key_of_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("optim:\n  learning_rate: 1\n")
-    with pytest.raises(UserError, match=r"unknown key optim.learning_rate in .*mine.yaml \(known: optim.lr, "):
+    with pytest.raises(
+        UserError, match=r"unknown key optim.learning_rate in .*mine.yaml \(known: optim.lr, "
+    ):
         load_recipe(str(file))
 
 
