@@ -9,6 +9,7 @@ Legend: B rows still writing, T tokens so far (padding included), V vocabulary.
 import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -61,8 +62,9 @@ def continue_batch(
     written = [Written() for _ in prompts]
     if not prompts:
         return written
-    generator = torch.Generator(target.device).manual_seed(seed)
-    ids, mask = pad_left(prompts, target.device)  # [B, T]
+    device = torch.device(str(target.device))
+    generator = torch.Generator(device).manual_seed(seed)
+    ids, mask = pad_left(prompts, device)  # [B, T]
     rows = list(range(len(prompts)))
     decoder = target.model.get_decoder()
     cache = KVCache()
@@ -85,7 +87,7 @@ def continue_batch(
         if not alive:
             break
         if len(rows) - len(alive) >= LEAVE_SHARE * len(rows):
-            index = torch.tensor(alive, device=target.device)
+            index = torch.tensor(alive, device=device)
             select_rows(cache, index)
             rows, tokens, mask = [rows[i] for i in alive], tokens[index], mask[index]
         ids = tokens[:, None]  # [B, 1]
@@ -107,6 +109,6 @@ def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
 
 def select_rows(cache: KVCache, index: Tensor) -> None:
     """Keep the batch rows `index` of a cache."""
-    for layer in cache.layers:
+    for layer in cast(list[Any], cache.layers):
         rows = layer.rows
         rows._keys, rows._values = rows._keys[index], rows._values[index]

@@ -23,7 +23,7 @@ from spechead.filters import SeenPrompts, refuse_answer, refuse_prompt
 from spechead.kinds import KINDS
 from spechead.log import Progress
 from spechead.prompts import read_prompts
-from spechead.target import Target
+from spechead.target import Target, choose_device, native_bfloat16
 
 PARTIAL_OPTIONS = "options.json"
 BATCHES_PER_ROUND = 4
@@ -87,25 +87,27 @@ def synthesize(options: SynthesizeOptions) -> dict[str, Any]:
     weights = parse_kinds(options.kinds)
     excluded = [prompt.text for prompt in read_prompts(Path(options.exclude))] if options.exclude else []
     make_folder(options.out.resolve().parent)
-    dtype = native_dtype(options.device) if options.dtype == "auto" else options.dtype
+    dtype = options.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if native_bfloat16(choose_device(options.device)) else "float32"
     partial = options.out.with_name(options.out.name + ".partial")
     claim(partial, options, dtype)
-    writer = Writer(options, load_target(options, dtype), weights)
     gathered = Gathered(excluded, options.count)
-    with Progress("synthesize", total=options.count, unit="conversation") as progress:
-        number = 0
-        while len(gathered.rows) < options.count:
-            before = len(gathered.rows)
-            file = partial / f"round-{number:05d}.json"
-            if not file.exists():
-                write_json(file, writer.round(number, gathered.kinds, gathered.prompts))
-            gathered.add(read_json(file))
-            progress.advance(len(gathered.rows) - before, note=f"{sum(gathered.dropped.values())} dropped")
-            number += 1
-    meta = describe(options, dtype, writer.target, gathered)
+    while not gathered.complete and round_file(partial, gathered.rounds).exists():
+        gathered.add(read_json(round_file(partial, gathered.rounds)))
+    target = load_target(options, dtype)
+    with Progress("synthesize", options.count, "conversation", done=len(gathered.rows)) as progress:
+        writer = Writer(options, target, weights, progress)
+        while not gathered.complete:
+            round_ = writer.round(gathered.rounds, gathered.kinds, gathered.prompts)
+            write_json(round_file(partial, gathered.rounds), round_)
+            progress.advance(gathered.add(round_))
+    meta = describe(options, dtype, target, gathered)
     write_text(options.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in gathered.rows))
     write_json(options.out.with_name(options.out.name + ".meta.json"), meta)
     shutil.rmtree(partial)
+    dropped = describe_counts(gathered.dropped) or "nothing"
+    print(f"{options.out}: {len(gathered.rows)} conversations; dropped: {dropped}")
     return meta
 
 
@@ -113,6 +115,7 @@ class Gathered:
     """The rows of all rounds so far, in order; repeats across rounds and excluded prompts are left out."""
 
     def __init__(self, excluded: list[str], count: int) -> None:
+        self.rounds = 0
         self.rows: list[Row] = []
         self.prompts: list[str] = []  # also those of rows left out, so that they are not written again
         self.kinds: Counter[str] = Counter()
@@ -122,7 +125,14 @@ class Gathered:
         for prompt in excluded:
             self._excluded.refuse(prompt)
 
-    def add(self, round_: dict[str, Any]) -> None:
+    @property
+    def complete(self) -> bool:
+        return len(self.rows) >= self._count
+
+    def add(self, round_: dict[str, Any]) -> int:
+        """Take the rows of the next round; returns how many were new."""
+        before = len(self.rows)
+        self.rounds += 1
         self.dropped.update(round_["dropped"])
         for row in round_["rows"]:
             prompt = row["messages"][0]["content"]
@@ -130,15 +140,18 @@ class Gathered:
             self.kinds[row["meta"]["kind"]] += 1
             if self._excluded.knows(prompt):
                 self.dropped["prompt is excluded"] += 1
-            elif len(self.rows) < self._count:
+            elif not self.complete:
                 self.rows.append(row)
+        return len(self.rows) - before
 
 
 class Writer:
     """Writes rounds: prompts of all kinds, then answers."""
 
-    def __init__(self, options: SynthesizeOptions, target: Target, weights: dict[str, float]) -> None:
-        self.options, self.target, self.weights = options, target, weights
+    def __init__(
+        self, options: SynthesizeOptions, target: Target, weights: dict[str, float], progress: Progress
+    ) -> None:
+        self.options, self.target, self.weights, self.progress = options, target, weights, progress
         self.steerings = {kind: steering(target.tokenizer, KINDS[kind].system) for kind in weights}
         # The token that ends a user's turn need not be one that ends an answer.
         self.prompt_stops = target.eos_ids | {
@@ -167,9 +180,8 @@ class Writer:
         starts = [(kind, chooser.choice(KINDS[kind].openings)) for kind in kinds]
         texts = [self.steerings[kind].opening + opening for kind, opening in starts]
         draw = Draw(self.options.prompt_temperature, self.options.top_k, self.options.top_p)
-        written = self.batches(
-            texts, self.options.max_prompt_tokens, self.prompt_stops, draw, chooser.getrandbits(60)
-        )
+        cap, seed = self.options.max_prompt_tokens, chooser.getrandbits(60)
+        written = self.batches("writing prompts", texts, cap, self.prompt_stops, draw, seed)
         seen = SeenPrompts()
         for prompt in earlier:
             seen.refuse(prompt)
@@ -193,9 +205,8 @@ class Writer:
             chat.render(self.target.tokenizer, [{"role": "user", "content": prompt}], generate=True)
             for _, prompt in prompts
         ]
-        written = self.batches(
-            texts, self.options.max_new_tokens, self.target.eos_ids, draw, chooser.getrandbits(60)
-        )
+        cap, seed = self.options.max_new_tokens, chooser.getrandbits(60)
+        written = self.batches("answering", texts, cap, self.target.eos_ids, draw, seed)
         rows = []
         for (kind, prompt), end in zip(prompts, written, strict=True):
             text = self.target.tokenizer.decode(end.tokens, skip_special_tokens=False)
@@ -211,7 +222,7 @@ class Writer:
         return rows
 
     def batches(
-        self, texts: list[str], cap: int, stops: frozenset[int], draw: Draw, seed: int
+        self, what: str, texts: list[str], cap: int, stops: frozenset[int], draw: Draw, seed: int
     ) -> list[Written]:
         """Continue all texts, those of similar length together; results in the order of the texts."""
         ids = [chat.tokenize(self.target.tokenizer, text) for text in texts]
@@ -219,6 +230,7 @@ class Writer:
         size = self.options.batch_size
         done: dict[int, Written] = {}
         for number, start in enumerate(range(0, len(order), size)):
+            self.progress.advance(0, note=f"{what} {start}/{len(order)}")
             rows = order[start : start + size]
             written = continue_batch(
                 self.target,
@@ -323,6 +335,10 @@ def claim(partial: Path, options: SynthesizeOptions, dtype: str) -> None:
             )
 
 
+def round_file(partial: Path, number: int) -> Path:
+    return partial / f"round-{number:05d}.json"
+
+
 def load_target(options: SynthesizeOptions, dtype: str) -> Target:
     target = Target.load(
         options.target,
@@ -334,19 +350,6 @@ def load_target(options: SynthesizeOptions, dtype: str) -> Target:
     if getattr(target.model, "_supports_sdpa", False):
         target.model.set_attn_implementation("sdpa")  # with padding masks and bfloat16 the fastest on a CPU
     return target
-
-
-def native_dtype(device: str) -> str:
-    """bfloat16 on a GPU, and on a CPU that multiplies it natively; float32 elsewhere."""
-    import torch
-
-    if device.startswith("cuda") or (device == "auto" and torch.cuda.is_available()):
-        return "bfloat16"
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return "float32"
-    return "bfloat16" if "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
 
 
 def describe(options: SynthesizeOptions, dtype: str, target: Target, gathered: Gathered) -> dict[str, Any]:
