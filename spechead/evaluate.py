@@ -69,6 +69,8 @@ class EvalOptions:
     """cpu, cuda or auto."""
     generate_prompts: int = 8
     """How many prompts, spread over the kinds, transformers' own generate decodes too."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keywords for the chat template, such as {enable_thinking: false}; as in training."""
     out: str = ""
     """Folder for report.json and report.html. Empty: RUN/eval for a head in RUN/head, else HEAD/eval."""
     force: bool = False
@@ -91,8 +93,10 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
     """The whole measurement: returns the report, which is then on disk and on the console."""
     out = Path(options.out) if options.out else default_folder(Path(options.head))
     file = Path(options.prompts) if options.prompts else shipped(DEFAULT_PROMPTS)
-    prompts = _chosen(read_prompts(file), options)
-    named = [parse_plan(text) for text in options.tree]
+    _check(options)
+    prompts = read_prompts(file)
+    prompts = spread(prompts, options.limit) if options.limit else prompts
+    named = list({str(plan): plan for plan in map(parse_plan, options.tree)}.values())
     _check_writable(out)
 
     name = options.target or head_target(Path(options.head))
@@ -134,7 +138,8 @@ def default_folder(head: Path) -> Path:
     return (head.parent if head.name == "head" else head) / "eval"
 
 
-def _chosen(prompts: list[Prompt], options: EvalOptions) -> list[Prompt]:
+def _check(options: EvalOptions) -> None:
+    Sampler(options.temperature, options.top_k, options.top_p)  # complains itself
     for name in ("limit", "generate_prompts"):
         if getattr(options, name) < 0:
             raise UserError(f"{name} {getattr(options, name)}: must be 0 or more")
@@ -142,7 +147,6 @@ def _chosen(prompts: list[Prompt], options: EvalOptions) -> list[Prompt]:
         raise UserError(
             f"max_new_tokens {options.max_new_tokens}: must be 2 or more, since the prefill gives the first"
         )
-    return spread(prompts, options.limit) if options.limit else prompts
 
 
 def _check_writable(out: Path) -> None:
@@ -160,7 +164,8 @@ def _questions(prompts: Sequence[Prompt], target: Target, options: EvalOptions) 
     """Encode the prompts, and leave each no more new tokens than the target has positions for."""
     questions = []
     for index, prompt in enumerate(prompts):
-        ids = chat.prompt_ids(target.tokenizer, [{"role": "user", "content": prompt.text}])
+        messages = [{"role": "user", "content": prompt.text}]
+        ids = chat.prompt_ids(target.tokenizer, messages, options.template_kwargs)
         room = target.max_positions - len(ids)
         if room < 2:
             raise UserError(
