@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -304,3 +306,13 @@ def test_the_command_measures_every_kind_of_head_end_to_end(
     assert keys <= set(entry)
     assert (tmp_path / "eval" / "report.html").read_text().startswith("<!doctype html>")
     assert "text identical to plain decoding: 4/4 prompts" in capsys.readouterr().out
+
+
+def test_the_entry_of_a_checkout_is_the_same_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", "--head", "nowhere", "--limit", "-1"])
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_path(str(Path(__file__).parents[1] / "eval" / "run.py"), run_name="__main__")
+    assert exit_.value.code == 2
+    assert capsys.readouterr().err == "spechead: error: limit -1: must be 0 or more\n"
