@@ -24,8 +24,8 @@ from spechead.stream import Decoder, TextStream
 from spechead.target import Target
 from spechead.tree import parse_plan
 
-# Of accepted drafts at depth 1, 2, ...; deeper ones take the last.
-COLOURS = ["color(114)", "color(80)", "color(75)", "color(141)", "color(212)", "color(216)"]
+# Of accepted drafts at depth 1, 2, ...; deeper ones take the last. Named colours follow the terminal's theme.
+COLOURS = ["green", "cyan", "blue", "magenta", "red", "yellow"]
 WARM_UP_TOKENS = 8
 
 
@@ -75,11 +75,13 @@ class AnswerOptions:
 
 def answer(options: AnswerOptions) -> None:
     """Load, stream the answer, then say what it took."""
-    name = options.target or head_target(Path(options.head))
-    target = Target.load(
-        name, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
-    )
-    head = load_head(Path(options.head), target, force=options.force)
+    notes = Console(stderr=True, highlight=False)
+    with notes.status("loading the target and the head"):
+        name = options.target or head_target(Path(options.head))
+        target = Target.load(
+            name, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
+        )
+        head = load_head(Path(options.head), target, force=options.force)
     system = [{"role": "system", "content": options.system}] if options.system else []
     messages = [*system, {"role": "user", "content": options.prompt}]
     ids = prompt_ids(target.tokenizer, messages, options.template_kwargs)
@@ -92,9 +94,12 @@ def answer(options: AnswerOptions) -> None:
         )
 
     run(head, tokens=WARM_UP_TOKENS)
-    notes = Console(stderr=True, highlight=False)
     with Display(target.tokenizer, Console(highlight=False), notes) as display:
         drafted = run(head, display.commit)
+    if options.plain and notes.is_terminal:
+        notes.print(
+            "decoding once more without the head, to compare", style="dim"
+        )  # no spinner: it costs time
     plain = run(None) if options.plain else None
     notes.print(closing(drafted, plain, display.seconds), soft_wrap=True)
 
@@ -110,11 +115,11 @@ class Display:
 
     def __enter__(self) -> "Display":
         if self.console.is_terminal:
-            depths = [(f" {depth} ", colour) for depth, colour in enumerate(COLOURS, start=1)]
+            depths = [(f" {depth}", colour) for depth, colour in enumerate(COLOURS, start=1)]
             legend = Text.assemble(
-                "accepted drafts by depth:", *depths, "and deeper; uncoloured: the target's own"
+                "accepted drafts by depth:", *depths, " and deeper; the rest is the target's own"
             )
-            self.notes.print(legend, style="dim", soft_wrap=True)
+            self.notes.print(legend, soft_wrap=True)
         return self
 
     def commit(self, tokens: Sequence[int], n_accepted: int) -> None:

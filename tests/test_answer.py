@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from spechead import answer
-from spechead.answer import COLOURS, AnswerOptions, Display, closing, first_difference
+from spechead.answer import AnswerOptions, Display, closing, first_difference
 from spechead.errors import UserError
 from spechead.generate import Generation, Stats
 
@@ -40,7 +40,7 @@ def shown(terminal: bool, commits: list[tuple[bytes, int]]) -> tuple[str, str]:
 
 
 def painted(text: str, depth: int) -> str:
-    return f"\x1b[38;5;{COLOURS[depth - 1][6:-1]}m{text}\x1b[0m"
+    return f"\x1b[{[32, 36, 34, 35, 31, 33][depth - 1]}m{text}\x1b[0m"
 
 
 def test_accepted_drafts_are_coloured_by_depth_and_the_bonus_is_not() -> None:
