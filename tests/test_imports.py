@@ -73,20 +73,19 @@ def test_the_layers_name_files_that_exist() -> None:
     assert (LOWEST | MIDDLE).union(*EDGES.values()) - set(MODULES) == set()
 
 
-BLOCK = """
-import sys
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {blocked!r}:
-            raise ImportError("blocked: " + name)
-sys.meta_path.insert(0, Block())
+HIDE = """
+from importlib.machinery import PathFinder
+find = PathFinder.find_spec
+def find_others(name, path=None, target=None):
+    return None if name.partition(".")[0] in {hidden!r} else find(name, path, target)
+PathFinder.find_spec = staticmethod(find_others)
 """
 
 
-def python(code: str, blocked: set[str]) -> str:
-    """Run `code` where importing the `blocked` libraries fails; what it printed."""
+def python(code: str, hidden: set[str]) -> str:
+    """Run `code` where the `hidden` libraries seem not to be installed; what it printed."""
     done = subprocess.run(
-        [sys.executable, "-c", BLOCK.format(blocked=blocked) + code],
+        [sys.executable, "-c", HIDE.format(hidden=hidden) + code],
         capture_output=True,
         text=True,
         check=False,
