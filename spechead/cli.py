@@ -92,7 +92,13 @@ def usage(group: Sequence[str] = ()) -> str:
     shown = shown or {n: text for n, (_, text) in COMMANDS.items()}
     lines = [f"  {name:<18}{text}" for name, text in shown.items()]
     return "\n".join(
-        ["usage: spechead COMMAND [options]", "", *lines, "", "spechead COMMAND --help lists its options."]
+        [
+            "usage: spechead COMMAND [options]",
+            "",
+            *lines,
+            "",
+            "spechead COMMAND --help lists its options; in their names - and _ are the same.",
+        ]
     )
 
 

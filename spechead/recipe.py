@@ -39,7 +39,7 @@ class DataConfig:
     train: list[str] | str = "shipped:data/sample.jsonl"
     """JSONL files, hub datasets as hf:NAME[:SPLIT], or files that ship with spechead as shipped:PATH."""
     max_length: int = 512
-    """Tokens a conversation may have; longer ones are dropped and counted."""
+    """Conversations are cut after this many tokens; what has no answer before it is dropped and counted."""
     validation_share: float = 0.03
     """Share of the conversations held out for validation."""
     limit: int = 0
