@@ -48,6 +48,14 @@ class Written:
     finished: bool = False
 
 
+def use_batch_attention(target: Target) -> None:
+    """Give the target transformers' own attention: with padding masks and many rows the fastest on a CPU, and
+    finite for padding; the eager one where scores are capped, which SDPA leaves out."""
+    capped = getattr(target.config, "attn_logit_softcapping", None)
+    fast = getattr(target.model, "_supports_sdpa", False) and not capped
+    target.model.set_attn_implementation("sdpa" if fast else "eager")
+
+
 @torch.inference_mode()
 def continue_batch(
     target: Target,

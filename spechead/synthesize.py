@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from spechead import chat
-from spechead.batched import Draw, Written, continue_batch
+from spechead.batched import Draw, Written, continue_batch, use_batch_attention
 from spechead.errors import UserError
 from spechead.files import make_folder, read_json, write_json, write_text
 from spechead.filters import SeenPrompts, refuse_answer, refuse_prompt
@@ -347,8 +347,7 @@ def load_target(options: SynthesizeOptions, dtype: str) -> Target:
         trust_remote_code=options.trust_remote_code,
         pack=False,  # packing is for a handful of rows, here there are many
     )
-    if getattr(target.model, "_supports_sdpa", False):
-        target.model.set_attn_implementation("sdpa")  # with padding masks and bfloat16 the fastest on a CPU
+    use_batch_attention(target)
     return target
 
 
