@@ -1,4 +1,4 @@
-"""Writing conversations: steering in any template, rounds, what is dropped, resuming; the model is scripted."""
+"""Writing conversations: steering in any template, rounds, what is dropped, resuming. A script is the model."""
 
 import json
 import random
