@@ -1,4 +1,4 @@
-"""Writing conversations: steering in any template, rounds, what is dropped, resuming. A script is the model."""
+"""Writing conversations: steering in any template, rounds, drops, resuming. A script plays the model."""
 
 import json
 import random
