@@ -5,6 +5,7 @@ The only file that touches deepspeed and torch.distributed. Knows nothing of hea
 
 from __future__ import annotations
 
+import atexit
 import logging
 import math
 import os
@@ -49,25 +50,25 @@ class Ranks:
 
 
 def start(device: torch.device) -> Ranks:
-    """Join the processes of torchrun; alone, fill in what torchrun would have set."""
+    """Join the processes of torchrun; alone, fill in what torchrun would have set. A second run joins the same group."""
+    if dist.is_initialized():
+        return Ranks(dist.get_rank(), dist.get_world_size())
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(alone | {"MASTER_PORT": str(_free_port())})
     _quieten()
     import deepspeed
+    import deepspeed.ops
 
+    # On a CPU DeepSpeed would compile a shared-memory transport with g++; gloo does the same work without a compiler
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(
         dist_backend="nccl" if device.type == "cuda" else "gloo", auto_mpi_discovery=False, verbose=False
     )
+    atexit.register(dist.destroy_process_group)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     return Ranks(dist.get_rank(), dist.get_world_size())
-
-
-def stop() -> None:
-    """Leave the process group, so that a process may train twice."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def learning_rate_factor(
@@ -158,10 +159,19 @@ class Engine:
         from deepspeed.utils import safe_get_full_fp32_param
 
         state = dict(self.module.named_buffers())
+        held = self._stage_0_masters()
         for name, parameter in self.module.named_parameters():
-            master = safe_get_full_fp32_param(parameter)
+            master = held.get(id(parameter))
+            master = safe_get_full_fp32_param(parameter) if master is None else master
             state[name] = (parameter if master is None else master).detach().float().cpu().clone()
         return state
+
+    def _stage_0_masters(self) -> dict[int, Tensor]:
+        """bf16 without ZeRO keeps its masters in lists beside the parameters, where the accessor does not look."""
+        optimizer = self._engine.optimizer
+        low, full = getattr(optimizer, "fp16_groups", []), getattr(optimizer, "fp32_groups", [])
+        pairs = [pair for group in zip(low, full, strict=True) for pair in zip(*group, strict=True)]
+        return {id(parameter): master for parameter, master in pairs}
 
     def save(self, folder: Path, step: int, state: dict[str, Any], ranks: Ranks, keep: int) -> None:
         """Write `folder`/step-N whole or not at all, then forget all but the newest `keep`."""
@@ -170,7 +180,11 @@ class Engine:
         client = state | {"rng": torch.get_rng_state(), "python_rng": random.getstate()}
         try:
             self._engine.save_checkpoint(
-                str(folder), tag=scratch, client_state=client, save_latest=False, exclude_frozen_parameters=True
+                str(folder),
+                tag=scratch,
+                client_state=client,
+                save_latest=False,
+                exclude_frozen_parameters=True,
             )
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             shutil.rmtree(folder / scratch, ignore_errors=True)

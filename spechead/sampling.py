@@ -35,9 +35,7 @@ def warp(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor
 class Sampler:
     """Draws one token per row of logits. The same seed gives the same text."""
 
-    def __init__(
-        self, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0
-    ) -> None:
+    def __init__(self, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
         if temperature < 0:
             raise UserError(f"temperature {temperature} is negative; 0 is greedy")
         if top_k < 0:

@@ -55,8 +55,8 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name
         self.config = model.config.get_text_config()
-        self.device = model.get_input_embeddings().weight.device
-        self.dtype = model.get_input_embeddings().weight.dtype
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         self.n_layers: int = self.config.num_hidden_layers
@@ -133,7 +133,8 @@ class Target:
         layers: Sequence[int] = (),
         cache: KVCache | None = None,
         positions: Tensor | None = None,  # [B, T]; default: after the cache, one by one
-        visible: Tensor | None = None,  # bool [B, T, T]: which of the new tokens each may see; default: causal
+        visible: Tensor
+        | None = None,  # bool [B, T, T]: which of the new tokens each may see; default: causal
     ) -> TargetOutput:
         """Run new tokens behind those of the cache, all of which they see (inside a sliding window, where there is one)."""
         past = cache.length if cache is not None else 0
@@ -183,16 +184,17 @@ class Target:
         """The last decoder layer, for heads that start from its weights (only before `pack`)."""
         return self._blocks[-1]
 
-    def norm_weight(self, norm: nn.Module) -> Tensor | None:
+    def norm_weight(self, norm: nn.Module | None) -> Tensor | None:
         """The weight [H] that an RMSNorm in effect multiplies by (Gemma stores it less one); None for other norms."""
-        if "RMSNorm" not in type(norm).__name__:
+        if norm is None or "RMSNorm" not in type(norm).__name__:
             return None
         return norm(torch.ones(1, self.hidden_size, device=self.device, dtype=torch.float32))[0].float()
 
     @property
-    def final_norm(self) -> nn.Module:
+    def final_norm(self) -> nn.Module | None:
         """The norm between the last layer and the output layer."""
-        return next(module for name, module in self._decoder.named_children() if "norm" in name)
+        norms = [module for module in self._decoder.children() if "Norm" in type(module).__name__]
+        return norms[-1] if norms else None
 
     def _scaled(self, logits: Tensor) -> Tensor:
         """What some families do to logits behind the output layer; `_check_logits` proves it complete."""
@@ -291,7 +293,9 @@ def native_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 arithmetic is fast there: newer accelerators, and CPUs with AVX-512 BF16 or AMX."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    return device.type == "cpu" and (
+        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    )
 
 
 def choose_device(name: str) -> torch.device:

@@ -30,7 +30,7 @@ from spechead.dataset import (
     read_conversations,
     split_validation,
 )
-from spechead.engine import Engine, Ranks, checkpoints, learning_rate_factor, start, stop
+from spechead.engine import Engine, Ranks, checkpoints, learning_rate_factor, start
 from spechead.errors import UserError
 from spechead.files import make_folder, read_json, write_json
 from spechead.formats.native import save_head
@@ -86,13 +86,9 @@ def train(recipe: Recipe) -> Path:
         _refuse_other_recipe(recipe, read_json(out / FINISHED)["recipe"], out)
         print(f"{out} holds the finished run of this recipe; remove it to train anew")
         return out / "head"
-    ranks = start(choose_device(recipe.target.device))
-    try:
-        run = set_up(recipe, ranks)
-        fit(run)
-        return finish(run)
-    finally:
-        stop()
+    run = set_up(recipe, start(choose_device(recipe.target.device)))
+    fit(run)
+    return finish(run)
 
 
 def set_up(recipe: Recipe, ranks: Ranks) -> Run:
@@ -157,7 +153,9 @@ def fit(run: Run) -> None:
             progress.advance(note=window.note)
             if step % recipe.log.every == 0 or step == run.total:
                 values = window.values(ranks)
-                log.record(step, values | {"lr": engine.lr, "grad_norm": engine.grad_norm, "tokens": tokens_seen})
+                log.record(
+                    step, values | {"lr": engine.lr, "grad_norm": engine.grad_norm, "tokens": tokens_seen}
+                )
             if step % recipe.log.checkpoint_every == 0 and step < run.total:
                 kept = {"step": step, "tokens": tokens_seen, "recipe": config}
                 engine.save(folder, step, kept, ranks, recipe.log.keep)
@@ -189,7 +187,7 @@ class Window:
         self._rows = self._passes = self._committed = 0
 
     def add(self, loss: Tensor, hits: Hits, batch: Batch) -> None:
-        self._loss += float(loss)
+        self._loss += float(loss.detach())
         self._supervised += int(batch.supervised.sum())
         self._tokens += batch.ids.numel()
         correct = (hits.correct & hits.valid).sum((1, 2))  # [K]
@@ -208,7 +206,15 @@ class Window:
         """Loss per supervised token, accuracy by depth, the acceptance length they imply, and the rate; then starts anew."""
         correct = self._correct if self._correct is not None else torch.zeros(0)
         sums = torch.tensor(
-            [self._loss, self._supervised, self._tokens, self._rows, self._passes, self._committed, *correct.tolist()],
+            [
+                self._loss,
+                self._supervised,
+                self._tokens,
+                self._rows,
+                self._passes,
+                self._committed,
+                *correct.tolist(),
+            ],
             dtype=torch.float64,
         )
         loss, supervised, tokens, rows, passes, committed, *depths = ranks.sum(sums).tolist()
@@ -244,7 +250,11 @@ def finish(run: Run) -> Path:
     if run.ranks.first:
         provenance = {
             "recipe": run.recipe.to_dict(),
-            "samples": {"training": len(run.training), "validation": len(run.validation), "dropped": run.dropped},
+            "samples": {
+                "training": len(run.training),
+                "validation": len(run.validation),
+                "dropped": run.dropped,
+            },
             "versions": {name: version(name) for name in ("spechead", "torch", "transformers", "deepspeed")},
             "machine": f"{platform.machine()}, {platform.system()}, {torch.get_num_threads()} threads",
         }
@@ -318,7 +328,7 @@ def _refuse_not_finite(loss: Tensor, step: int, batch: Batch, head: Head) -> Non
     bad = [name for name, p in head.named_parameters() if not torch.isfinite(p).all()]
     where = f"parameter {bad[0]}" if bad else "an activation"
     raise UserError(
-        f"step {step}: the loss is {float(loss)} on conversation(s) {batch.rows}; the first bad tensor is {where}. "
+        f"step {step}: the loss is {float(loss.detach())} on conversation(s) {batch.rows}; the first bad tensor is {where}. "
         "Lower optim.lr, or look at the conversation with `spechead data inspect`"
     )
 
@@ -328,7 +338,8 @@ def _refuse_other_recipe(recipe: Recipe, earlier: dict[str, Any], out: Path) -> 
     now = _flat(recipe.to_dict())
     before = _flat(earlier)
     differing = [
-        name for name in sorted(now.keys() | before.keys())
+        name
+        for name in sorted(now.keys() | before.keys())
         if now.get(name) != before.get(name) and not name.startswith(("log.", "out"))
     ]
     if differing:

@@ -27,7 +27,7 @@ BASE = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 7,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
@@ -57,7 +57,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "granite": lambda: transformers.GraniteConfig(**BASE, logits_scaling=2.0),
     "cohere": lambda: transformers.CohereConfig(**BASE),
     "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=6, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
+        vocab_size=VOCAB, n_embd=32, n_layer=7, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
     ),
 }
 
@@ -132,7 +132,9 @@ class RandomDrafter:
     def propose(self, state: None, fresh: Tensor, out: TargetOutput, plan: Plan) -> Tree:
         size = int(torch.randint(1, 12, (1,), generator=self.generator))
         tokens = torch.randint(0, VOCAB, (size,), generator=self.generator)
-        parents = torch.tensor([int(torch.randint(0, i + 1, (1,), generator=self.generator)) for i in range(size)])
+        parents = torch.tensor(
+            [int(torch.randint(0, i + 1, (1,), generator=self.generator)) for i in range(size)]
+        )
         return Tree(torch.cat([fresh[-1:], tokens]), torch.cat([torch.tensor([-1]), parents]))
 
 

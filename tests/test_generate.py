@@ -87,7 +87,10 @@ def test_scripted_drafts_give_exact_counts(target: Target) -> None:
     assert len(text) == 40
     result = generate(target, prompt, Scripted(text + [0] * 8, 2), max_new_tokens=37)
     stats = result.stats
-    assert (stats.passes, stats.tokens) == (12, 36)  # 1 from the prefill, then 12 passes of 2 drafts and a bonus
+    assert (stats.passes, stats.tokens) == (
+        12,
+        36,
+    )  # 1 from the prefill, then 12 passes of 2 drafts and a bonus
     assert stats.committed == [3] * 12
     assert stats.accepted == [2] * 12
     assert stats.tokens / stats.passes == 3.0
@@ -124,7 +127,9 @@ def test_stop_string_that_straddles_tokens(target: Target) -> None:
     assert generate(target, prompt, Scripted(text, 4), max_new_tokens=40, stop=[stop]).tokens == plain.tokens
 
 
-@pytest.mark.parametrize("temperature,top_k,top_p", [(0.7, 0, 1.0), (1.0, 5, 1.0), (1.3, 0, 0.8), (1.0, 8, 0.9)])
+@pytest.mark.parametrize(
+    "temperature,top_k,top_p", [(0.7, 0, 1.0), (1.0, 5, 1.0), (1.3, 0, 0.8), (1.0, 8, 0.9)]
+)
 def test_sampled_text_is_plain_decodings_with_the_same_seed(
     target: Target, temperature: float, top_k: int, top_p: float
 ) -> None:
@@ -153,7 +158,9 @@ def test_streaming_calls_bring_every_token_once(target: Target) -> None:
     prompt = prompt_of(target)
     text = generate(target, prompt, max_new_tokens=30).tokens
     calls: list[tuple[list[int], int]] = []
-    generate(target, prompt, Scripted(text, 2), max_new_tokens=30, on_commit=lambda t, n: calls.append((t, n)))
+    generate(
+        target, prompt, Scripted(text, 2), max_new_tokens=30, on_commit=lambda t, n: calls.append((t, n))
+    )
     assert [token for tokens, _ in calls for token in tokens] == text
     assert calls[0] == (text[:1], 0)
     assert calls[1] == (text[1:4], 2)

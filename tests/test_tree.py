@@ -76,7 +76,9 @@ def test_accept_by_hand() -> None:
     assert accept(tree, torch.tensor([6, 1, 7, 8, 3])).tokens == [6, 7, 8, 3]
 
 
-@pytest.mark.parametrize("text", ["chain:3", "dynamic:nodes=30,depth=5,topk=4", "static:[[0],[1],[0,0],[0,1]]"])
+@pytest.mark.parametrize(
+    "text", ["chain:3", "dynamic:nodes=30,depth=5,topk=4", "static:[[0],[1],[0,0],[0,1]]"]
+)
 def test_plans_read_back(text: str) -> None:
     assert str(parse_plan(text)) == text
 
@@ -90,8 +92,16 @@ def test_plans_are_ordered_and_limited() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "chain", "chain:0", "chain:x", "dynamic:nodes=3", "dynamic:nodes=0,depth=1,topk=1", "static:[[0,0]]"]
-    + ["static:", "static:[[]]", "static:[[-1]]", "static:[3]", "tree:3", "dynamic:nodes=3,depth=2,topk=1,x=1"],
+    "text",
+    ["", "chain", "chain:0", "chain:x", "dynamic:nodes=3", "dynamic:nodes=0,depth=1,topk=1", "static:[[0,0]]"]
+    + [
+        "static:",
+        "static:[[]]",
+        "static:[[-1]]",
+        "static:[3]",
+        "tree:3",
+        "dynamic:nodes=3,depth=2,topk=1,x=1",
+    ],
 )
 def test_bad_plans_are_named(text: str) -> None:
     with pytest.raises(UserError):

@@ -31,7 +31,9 @@ def save_head(
     state = {name: tensor for name, tensor in (weights or head.state_dict()).items()}
     empty = [name for name, tensor in state.items() if tensor.numel() == 0 or tensor.is_meta]
     if empty:
-        raise UserError(f"head tensors without content: {', '.join(empty)}; they must be gathered before saving")
+        raise UserError(
+            f"head tensors without content: {', '.join(empty)}; they must be gathered before saving"
+        )
     make_folder(folder)
     scratch = folder / f".{WEIGHTS}.{secrets.token_hex(4)}.tmp"
     try:
@@ -58,7 +60,9 @@ def load_head(folder: Path, target: Target, *, force: bool = False) -> Head:
     kind = HEADS[config["kind"]]
     known = {field.name for field in fields(kind.Config)}
     if set(config["config"]) != known:
-        raise UserError(f"{folder / CONFIG}: the {kind.kind} head's options differ from {', '.join(sorted(known))}")
+        raise UserError(
+            f"{folder / CONFIG}: the {kind.kind} head's options differ from {', '.join(sorted(known))}"
+        )
     head = kind(kind.Config(**config["config"]), target)
     _load_strictly(head, folder / WEIGHTS)
     head.tree = parse_plan(config["tree"])

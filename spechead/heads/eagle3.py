@@ -67,7 +67,9 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [B, T, H]
+    def forward(
+        self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
+    ) -> Tensor:  # [B, T, H]
         x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)  # [B, T, 2H]
         hidden = hidden + self.self_attn(x, positions, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -165,7 +167,7 @@ class Eagle3(Head):
             _copy(projection[:, self.config.hidden_size :], weights.get(f"self_attn.{name}.weight"))
         for ours, theirs in (("hidden_norm", "input_layernorm"), ("post_attention_layernorm",) * 2):
             norm = getattr(target.last_block, theirs, None)
-            _copy(layer.get_submodule(ours).weight, None if norm is None else target.norm_weight(norm))
+            _copy(layer.get_submodule(ours).weight, target.norm_weight(norm))
 
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
         """Unrolled drafting: at step s row t reads token t+1+s and predicts token t+2+s, its hidden state the last step's."""
@@ -227,7 +229,9 @@ class Eagle3(Head):
 
         return grow(plan, fresh[-1], self._log_probabilities(hidden[0]), self.draft_ids(), deepen)
 
-    def _draft(self, state: Eagle3State, hidden: Tensor, tokens: Tensor, at: Tensor, visible: Tensor) -> Tensor:
+    def _draft(
+        self, state: Eagle3State, hidden: Tensor, tokens: Tensor, at: Tensor, visible: Tensor
+    ) -> Tensor:
         embedded = self.target.embed(tokens)[None]  # [1, n, H]
         return self.midlayer(embedded, hidden, at[None], CachedAttention(state.rows, visible))
 
@@ -264,11 +268,15 @@ def _resolve(c: Eagle3Config, target: Target) -> None:
     if c.loss not in ("soft_ce", "hard_ce"):
         raise UserError(f"head.options.loss {c.loss!r} is not soft_ce or hard_ce")
     if c.hidden_size not in (0, target.hidden_size):
-        raise UserError(f"head.options.hidden_size {c.hidden_size} differs from the target's {target.hidden_size}")
+        raise UserError(
+            f"head.options.hidden_size {c.hidden_size} differs from the target's {target.hidden_size}"
+        )
     c.hidden_size = target.hidden_size
     c.intermediate_size = c.intermediate_size or max(getattr(t, "intermediate_size", 0), c.hidden_size)
     c.num_attention_heads = c.num_attention_heads or t.num_attention_heads
-    c.num_key_value_heads = c.num_key_value_heads or getattr(t, "num_key_value_heads", 0) or c.num_attention_heads
+    c.num_key_value_heads = (
+        c.num_key_value_heads or getattr(t, "num_key_value_heads", 0) or c.num_attention_heads
+    )
     c.head_dim = c.head_dim or getattr(t, "head_dim", None) or c.hidden_size // c.num_attention_heads
     c.rms_norm_eps = c.rms_norm_eps or getattr(t, "rms_norm_eps", 1e-5)
     c.rope_theta = c.rope_theta or target.rope_theta

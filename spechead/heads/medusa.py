@@ -84,13 +84,17 @@ class Medusa(Head):
             return self.lm_heads[k](state)
         rows = self.draft_ids()
         if rows is None:
-            return F.linear(state, *self.target.output_rows(torch.arange(self.draft_size, device=state.device)))
+            return F.linear(
+                state, *self.target.output_rows(torch.arange(self.draft_size, device=state.device))
+            )
         return F.linear(state, *self.target.output_rows(rows))
 
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
         """Σ_k λ^k cross-entropy of head k, over rows whose token ahead(2 + k) is supervised and in the draft vocabulary."""
         loss = out.hidden.new_zeros((), dtype=torch.float32)
-        correct = torch.zeros(self.config.n_heads, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
+        correct = torch.zeros(
+            self.config.n_heads, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device
+        )
         for k in range(self.config.n_heads):
             ids, supervised = ahead(batch, 2 + k)
             labels, inside = self.to_draft(ids)
