@@ -17,7 +17,7 @@ from rich.text import Text
 
 from spechead.chat import prompt_ids
 from spechead.errors import UserError
-from spechead.formats.native import head_target, load_head
+from spechead.formats.native import head_target, head_template_kwargs, load_head
 from spechead.generate import Generation, generate
 from spechead.sampling import Sampler
 from spechead.stream import Decoder, TextStream
@@ -60,7 +60,7 @@ class AnswerOptions:
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keywords for the chat template, such as {enable_thinking: false}."""
+    """Keywords for the chat template, such as {enable_thinking: false}; empty: those of the head's training."""
     trust_remote_code: bool = False
     """Run modeling code that the model's own repository brings."""
     force: bool = False
@@ -84,22 +84,18 @@ def answer(options: AnswerOptions) -> None:
         head = load_head(Path(options.head), target, force=options.force)
     system = [{"role": "system", "content": options.system}] if options.system else []
     messages = [*system, {"role": "user", "content": options.prompt}]
-    ids = prompt_ids(target.tokenizer, messages, options.template_kwargs)
+    ids = prompt_ids(target.tokenizer, messages, options.template_kwargs or head_template_kwargs(Path(options.head)))
 
     def run(drafter: Any, on_commit: Any = None, tokens: int = options.max_new_tokens) -> Generation:
         sampler = Sampler(options.temperature, options.top_k, options.top_p, options.seed)
         tree = parse_plan(options.tree) if options.tree and drafter else None
-        return generate(
-            target, ids, drafter, tree=tree, max_new_tokens=tokens, sampler=sampler, on_commit=on_commit
-        )
+        return generate(target, ids, drafter, tree=tree, max_new_tokens=tokens, sampler=sampler, on_commit=on_commit)
 
     run(head, tokens=WARM_UP_TOKENS)
     with Display(target.tokenizer, Console(highlight=False), notes) as display:
         drafted = run(head, display.commit)
     if options.plain and notes.is_terminal:
-        notes.print(
-            "decoding once more without the head, to compare", style="dim"
-        )  # no spinner: it costs time
+        notes.print("decoding once more without the head, to compare", style="dim")  # no spinner: it costs time
     plain = run(None) if options.plain else None
     notes.print(closing(drafted, plain, display.seconds), soft_wrap=True)
 
@@ -116,9 +112,7 @@ class Display:
     def __enter__(self) -> "Display":
         if self.console.is_terminal:
             depths = [(f" {depth}", colour) for depth, colour in enumerate(COLOURS, start=1)]
-            legend = Text.assemble(
-                "accepted drafts by depth:", *depths, " and deeper; the rest is the target's own"
-            )
+            legend = Text.assemble("accepted drafts by depth:", *depths, " and deeper; the rest is the target's own")
             self.notes.print(legend, soft_wrap=True)
         return self
 

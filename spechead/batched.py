@@ -80,9 +80,7 @@ def continue_batch(
     keyword = "cache" if "cache" in names else "past_key_values"
     positions = (mask.cumsum(-1) - 1).clamp(min=0)  # [B, T]
     for _ in range(max_new_tokens):
-        out = decoder(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{keyword: cache}
-        )
+        out = decoder(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{keyword: cache})
         tokens = draw(target.logits(out.last_hidden_state[:, -1]), generator)  # [B]
         for row, token in zip(rows, tokens.tolist(), strict=True):
             if written[row].finished:

@@ -71,6 +71,8 @@ class _Layer(DynamicLayer):
 class KVCache(Cache):
     """The target's cache: `keep` commits the accepted path of a tree, `crop` cuts to a length."""
 
+    layers: list[_Layer]  # type: ignore[assignment]
+
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=_Layer)
 
@@ -82,14 +84,11 @@ class KVCache(Cache):
         """After a tree was appended behind `past` tokens, keep its nodes `path` (ascending, the root first)."""
         moved = None
         if list(path) != list(range(len(path))):
-            moved = torch.tensor(path, device=self._device())
+            moved = torch.tensor(path, device=self.layers[0].device)
         for layer in self.layers:
             layer.rows.keep(past, moved, past + len(path))
 
-    def crop(self, length: int) -> None:  # type: ignore[override]
+    def crop(self, length: int) -> None:
         """Forget all tokens from position `length` on."""
         for layer in self.layers:
             layer.rows.keep(length, None, min(length, layer.rows.length))
-
-    def _device(self) -> torch.device:
-        return self.layers[0].device

@@ -60,9 +60,7 @@ def encode(
     return Encoded(pieces.ids, supervised)
 
 
-def prompt_ids(
-    tokenizer: Any, messages: list[Message], template_kwargs: dict[str, Any] | None = None
-) -> list[int]:
+def prompt_ids(tokenizer: Any, messages: list[Message], template_kwargs: dict[str, Any] | None = None) -> list[int]:
     """Token ids after which the assistant speaks."""
     return tokenize(tokenizer, prompt_text(tokenizer, messages, template_kwargs))
 
@@ -81,9 +79,7 @@ def render(
         )
     except (JinjaError, ValueError, TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
-        raise TemplateError(
-            f"the chat template of {template_name(tokenizer)} refuses a chat: {reason}"
-        ) from error
+        raise TemplateError(f"the chat template of {template_name(tokenizer)} refuses a chat: {reason}") from error
     return str(text)
 
 
@@ -92,9 +88,7 @@ def tokenize(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def prompt_text(
-    tokenizer: Any, messages: list[Message], template_kwargs: dict[str, Any] | None = None
-) -> str:
+def prompt_text(tokenizer: Any, messages: list[Message], template_kwargs: dict[str, Any] | None = None) -> str:
     """The chat up to where the assistant speaks, also for templates that ignore add_generation_prompt."""
     asked = render(tokenizer, messages, template_kwargs, generate=True)
     plain = render(tokenizer, messages, template_kwargs)
@@ -198,9 +192,7 @@ class Pieces:
 
 
 def no_span(tokenizer: Any) -> TemplateError:
-    return TemplateError(
-        f"the chat template of {template_name(tokenizer)} does not show where the assistant speaks"
-    )
+    return TemplateError(f"the chat template of {template_name(tokenizer)} does not show where the assistant speaks")
 
 
 def template_name(tokenizer: Any) -> str:

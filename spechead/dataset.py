@@ -121,9 +121,7 @@ def check_conversation(row: Any, where: str) -> Conversation:
     """The row, if it is a conversation; a UserError says what is wrong with it."""
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list):
-        raise UserError(
-            f'{where}: no messages; expected {{"messages": [{{"role": "user", "content": "..."}}]}}'
-        )
+        raise UserError(f'{where}: no messages; expected {{"messages": [{{"role": "user", "content": "..."}}]}}')
     if not messages:
         raise UserError(f"{where}: the conversation is empty")
     for message in messages:
@@ -223,9 +221,7 @@ def collate(samples: Sequence[Sample], max_length: int) -> Batch:
     for sample in samples:
         length = len(sample.ids)
         if length > max_length:
-            raise ValueError(
-                f"sample of conversation {sample.row} has {length} tokens, more than {max_length}"
-            )
+            raise ValueError(f"sample of conversation {sample.row} has {length} tokens, more than {max_length}")
         row = next((i for i, tokens in enumerate(used) if tokens + length <= max_length), len(used))
         if row == len(used):
             packed.append([])

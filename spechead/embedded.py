@@ -65,12 +65,10 @@ def _convert(source: Path, folder: Path) -> None:
 
     scratch = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source.parent, gguf_file=source.name, dtype=torch.float32
-        )
+        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
         # save_pretrained refuses a model that still claims to be quantised
         del model.config.quantization_config
-        model.hf_quantizer = None
+        model.hf_quantizer = None  # type: ignore[assignment]
         model.save_pretrained(scratch)
         AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(scratch)
         if not folder.is_dir():  # another process may have finished first

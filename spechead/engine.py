@@ -71,9 +71,7 @@ def start(device: torch.device) -> Ranks:
     return Ranks(dist.get_rank(), dist.get_world_size())
 
 
-def learning_rate_factor(
-    schedule: str, total: int, warmup_share: float, floor: float
-) -> Callable[[int], float]:
+def learning_rate_factor(schedule: str, total: int, warmup_share: float, floor: float) -> Callable[[int], float]:
     """step -> share of the peak rate: linear warm-up, then cosine, linear or constant down to `floor` at the last step."""
     warmup = round(total * warmup_share)
 

@@ -22,7 +22,7 @@ from spechead.cache import KVCache
 from spechead.drafters.base import Drafter
 from spechead.errors import UserError
 from spechead.files import make_folder, reason, shipped, write_json
-from spechead.formats.native import head_target, load_head
+from spechead.formats.native import head_target, head_template_kwargs, load_head
 from spechead.generate import generate
 from spechead.log import Progress
 from spechead.page import write_html
@@ -70,7 +70,7 @@ class EvalOptions:
     generate_prompts: int = 8
     """How many prompts, spread over the kinds, transformers' own generate decodes too."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keywords for the chat template, such as {enable_thinking: false}; as in training."""
+    """Keywords for the chat template, such as {enable_thinking: false}; empty: those of the head's training."""
     out: str = ""
     """Folder for report.json and report.html. Empty: RUN/eval for a head in RUN/head, else HEAD/eval."""
     force: bool = False
@@ -100,9 +100,7 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
     _check_writable(out)
 
     name = options.target or head_target(Path(options.head))
-    target = Target.load(
-        name, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
-    )
+    target = Target.load(name, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code)
     head = load_head(Path(options.head), target, force=options.force)
     plans = named or [head.tree]
     questions = _questions(prompts, target, options)
@@ -119,9 +117,7 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
         "machine": describe_machine(target.device),
         "settings": _settings(options, file, plans, target),
         "suites": _suites(file.stem, comparisons, verifying),
-        "examples": [
-            _example(pair, plans[0], target) for pair in _first_of_each_kind(comparisons[str(plans[0])])
-        ],
+        "examples": [_example(pair, plans[0], target) for pair in _first_of_each_kind(comparisons[str(plans[0])])],
         "runs": [row for tree, pairs in comparisons.items() for row in rows(pairs, tree)],
     }
     write_json(out / "report.json", report)
@@ -162,10 +158,11 @@ def _check_writable(out: Path) -> None:
 
 def _questions(prompts: Sequence[Prompt], target: Target, options: EvalOptions) -> list[Question]:
     """Encode the prompts, and leave each no more new tokens than the target has positions for."""
+    template = options.template_kwargs or head_template_kwargs(Path(options.head))
     questions = []
     for index, prompt in enumerate(prompts):
         messages = [{"role": "user", "content": prompt.text}]
-        ids = chat.prompt_ids(target.tokenizer, messages, options.template_kwargs)
+        ids = chat.prompt_ids(target.tokenizer, messages, template)
         room = target.max_positions - len(ids)
         if room < 2:
             raise UserError(
@@ -321,9 +318,7 @@ def _sampler(options: EvalOptions, question: Question) -> Sampler:
 
 
 def _shortened(question: Question) -> Question:
-    return Question(
-        question.prompt, question.ids, min(WARM_UP_TOKENS, question.max_new_tokens), question.seed
-    )
+    return Question(question.prompt, question.ids, min(WARM_UP_TOKENS, question.max_new_tokens), question.seed)
 
 
 def _synchronise(device: torch.device) -> None:
@@ -349,9 +344,7 @@ def _suites(stem: str, comparisons: Comparisons, verifying: dict[str, float]) ->
         found[name]["predicted"] = predicted(found[name], verifying[tree])
         if index == 0:
             for kind in dict.fromkeys(pair.prompt.category for pair in pairs):
-                found[f"{stem}/{kind}"] = suite(
-                    [pair for pair in pairs if pair.prompt.category == kind], tree
-                )
+                found[f"{stem}/{kind}"] = suite([pair for pair in pairs if pair.prompt.category == kind], tree)
     return found
 
 

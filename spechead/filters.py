@@ -9,9 +9,7 @@ from collections.abc import Sequence
 
 MIN_WORDS = 3
 MIN_CHARACTERS = 12
-MIN_ASCII = (
-    0.9  # share of characters that are printable ASCII; accents of a quoted translation stay below the rest
-)
+MIN_ASCII = 0.9  # share of characters that are printable ASCII; accents of a quoted translation stay below the rest
 MIN_LETTERS = 0.5
 NGRAM = 4
 MIN_DISTINCT = 0.5  # share of the n-grams that must be distinct
@@ -20,9 +18,7 @@ MIN_DISTINCT_TAIL = 0.35
 NEAR_OVERLAP = 0.6  # prompts that share this part of their word trigrams are near-duplicates
 
 # Only at the beginning of a line, where a transcript of turns would have them.
-ROLE_MARKER = re.compile(
-    r"^\s*#*\s*(user|assistant|system|human|ai|bot|q|a)\s*:", re.IGNORECASE | re.MULTILINE
-)
+ROLE_MARKER = re.compile(r"^\s*#*\s*(user|assistant|system|human|ai|bot|q|a)\s*:", re.IGNORECASE | re.MULTILINE)
 SPECIAL_MARKER = re.compile(r"<\|\w*\|?>?|\[/?INST\]|</?s>|<<SYS>>|<(start|end)_of_turn>")
 
 
@@ -76,9 +72,7 @@ class SeenPrompts:
     def __init__(self) -> None:
         self._exact: set[str] = set()
         self._sizes: list[int] = []
-        self._holders: defaultdict[tuple[str, ...], list[int]] = defaultdict(
-            list
-        )  # trigram -> prompts with it
+        self._holders: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)  # trigram -> prompts with it
 
     def refuse(self, text: str) -> str:
         """Why `text` is too close to an earlier prompt; empty when it is not, and then it is remembered."""

@@ -85,9 +85,7 @@ def generate(
 
     while not text.finish_reason:
         past = cache.length
-        draft = _propose(
-            drafter, state, fresh, out, plan, room=min(text.room, target.max_positions - past) - 1
-        )
+        draft = _propose(drafter, state, fresh, out, plan, room=min(text.room, target.max_positions - past) - 1)
         clock.lap("draft")
         nodes = target.forward(
             draft.tokens[None],

@@ -55,9 +55,7 @@ def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; `attend` decides who sees whom."""
 
-    def __init__(
-        self, inputs: int, hidden: int, heads: int, kv_heads: int, head_dim: int, theta: float
-    ) -> None:
+    def __init__(self, inputs: int, hidden: int, heads: int, kv_heads: int, head_dim: int, theta: float) -> None:
         super().__init__()
         self.q_proj = nn.Linear(inputs, heads * head_dim, bias=False)
         self.k_proj = nn.Linear(inputs, kv_heads * head_dim, bias=False)

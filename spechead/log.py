@@ -76,9 +76,7 @@ class Progress:
         """`120/400 step | 2.1 step/s | 2:13 left | loss 3.21`"""
         elapsed = time.monotonic() - self._started
         fresh = self.done - self._first
-        parts = [
-            f"{self.done}/{self.total} {self.unit}" if self.total is not None else f"{self.done} {self.unit}"
-        ]
+        parts = [f"{self.done}/{self.total} {self.unit}" if self.total is not None else f"{self.done} {self.unit}"]
         if fresh > 0 and elapsed > 0:
             rate = fresh / elapsed
             parts.append(f"{rate:.1f} {self.unit}/s" if rate >= 1 else f"{1 / rate:.1f} s/{self.unit}")
@@ -188,9 +186,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
     except OSError as error:
         raise UserError(f"no training log at {path}: {reason(error)}") from error
     rows: dict[int, dict[str, Any]] = {}
-    for number, line in enumerate(
-        lines[:-1], start=1
-    ):  # what follows the last newline is a half-written line
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is a half-written line
         try:
             row = json.loads(line)
             rows.setdefault(row["step"], {}).update(row)

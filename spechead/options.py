@@ -23,18 +23,14 @@ from spechead.files import reason
 T = TypeVar("T")
 
 
-def parse(
-    cls: type[T], argv: Sequence[str], prog: str, *, positional: bool = False, config: str | None = None
-) -> T:
+def parse(cls: type[T], argv: Sequence[str], prog: str, *, positional: bool = False, config: str | None = None) -> T:
     """Build `cls` from flags. `positional`: its required fields are bare words. `config`: the path of a YAML
     file whose values the flags override ("" where the command has --config and none is given)."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     hints = leaf_types(cls)
     parser = ArgumentParser(prog=prog, exit_on_error=False, allow_abbrev=False)
     if config is not None:
-        parser.add_argument(
-            "--config", action="config", help="YAML file with the values below; flags override it."
-        )
+        parser.add_argument("--config", action="config", help="YAML file with the values below; flags override it.")
     parser.add_class_arguments(cls, as_positional=positional)
     flags = spell_out(argv, hints)
     if config:

@@ -38,19 +38,14 @@ def render_html(report: dict[str, Any]) -> str:
         ("Speed-up", plots.speedups(report["suites"])),
         ("Tokens per pass", plots.tokens_per_pass(entry)),
     ]
-    drawn = "".join(
-        f"<figure><figcaption>{escape(label)}</figcaption>{svg}</figure>" for label, svg in figures
-    )
+    drawn = "".join(f"<figure><figcaption>{escape(label)}</figcaption>{svg}</figure>" for label, svg in figures)
     return PAGE.format(
         title=escape(title(report)),
         style=STYLE,
-        subtitle=escape(
-            f"{report['dtype']} on {report['device']}, tree {entry['tree']}, {entry['prompts']} prompts"
-        ),
+        subtitle=escape(f"{report['dtype']} on {report['device']}, tree {entry['tree']}, {entry['prompts']} prompts"),
         cards=_cards(entry),
         remarks="".join(
-            f'<li class="{"alarm" if alarm else "note"}">{escape(text)}</li>'
-            for alarm, text in remarks(report)
+            f'<li class="{"alarm" if alarm else "note"}">{escape(text)}</li>' for alarm, text in remarks(report)
         ),
         head="".join(f"<th>{escape(column)}</th>" for column in COLUMNS[1:]),
         rows="".join(_row(*item) for item in report["suites"].items()),
@@ -77,9 +72,7 @@ def _cards(entry: dict[str, Any]) -> str:
             "x",
         ),
     ]
-    shown = [
-        (with_interval(value, None, prefix), label, _bounds(bounds)) for label, value, bounds, prefix in cards
-    ]
+    shown = [(with_interval(value, None, prefix), label, _bounds(bounds)) for label, value, bounds, prefix in cards]
     shown.append((identical(entry), "prompts with text identical to plain decoding", ""))
     predicted = entry["predicted"]["speedup"]
     if predicted is not None:

@@ -40,9 +40,7 @@ def acceptance(entry: Mapping[str, Any]) -> str:
             color=ORANGE,
             label="conditional: given that all before were accepted",
         )
-        axes.plot(
-            range(1, len(survival) + 1), survival, "o-", color=BLUE, label="survival: all up to here accepted"
-        )
+        axes.plot(range(1, len(survival) + 1), survival, "o-", color=BLUE, label="survival: all up to here accepted")
         axes.set_ylim(0, 1.02)
         axes.set_xticks(range(1, len(survival) + 1))
         axes.set_xlabel("depth of the draft")

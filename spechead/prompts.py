@@ -59,7 +59,5 @@ def _prompt(line: str, number: int, path: Path) -> Prompt:
         raise UserError(f"{where} is not valid JSON: {error}") from error
     turns = row.get("turns") if isinstance(row, dict) else None
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
-        raise UserError(
-            f'{where} has no prompt: expected {{"question_id": 1, "category": "...", "turns": ["..."]}}'
-        )
+        raise UserError(f'{where} has no prompt: expected {{"question_id": 1, "category": "...", "turns": ["..."]}}')
     return Prompt(row.get("question_id", number), str(row.get("category") or "other"), turns[0])

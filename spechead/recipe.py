@@ -117,6 +117,9 @@ class EngineConfig:
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards optimizer state, 2 also gradients."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
     """Of the arithmetic, over float32 master weights; auto: bf16 where the device computes it natively."""
+    feature_memory_gb: float = 0.0
+    """Memory of each process for the target's outputs, so that later epochs skip its forward; helps when a
+    micro batch is one sample (about 5 KB a token for SmolLM2 in bf16)."""
     threads: int = 0
     """CPU threads of each process; 0 leaves torch's choice."""
 
@@ -223,7 +226,7 @@ RULES: list[tuple[str, Callable[[Any], bool], list[str]]] = [
         "0 or more",
         lambda v: 0 <= v < math.inf,
         ["data.limit", "optim.weight_decay", "optim.clip_norm", "optim.steps"]
-        + ["engine.threads", "log.validate_every", "seed"],
+        + ["engine.threads", "engine.feature_memory_gb", "log.validate_every", "seed"],
     ),
     ("above 0", lambda v: 0 < v < math.inf, ["optim.lr", "optim.epochs"]),
     ("from 0 to below 1", lambda v: 0 <= v < 1, ["data.validation_share", "optim.warmup_share"]),

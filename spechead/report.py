@@ -51,9 +51,7 @@ def title(report: dict[str, Any]) -> str:
 
 def remarks(report: dict[str, Any]) -> list[tuple[bool, str]]:
     """What a reader must not miss: (is it an alarm, sentence)."""
-    found = [
-        remark for key, entry in whole_suites(report).items() for remark in _differences(report, key, entry)
-    ]
+    found = [remark for key, entry in whole_suites(report).items() for remark in _differences(report, key, entry)]
     entry = main_suite(report)[1]
     ratio, reference = entry["generate_ratio"], entry["generate_equal"]
     if ratio is not None and ratio > NOISE:
@@ -84,9 +82,7 @@ def _differences(report: dict[str, Any], name: str, entry: dict[str, Any]) -> li
     near = f"; gap between the two best logits there at most {max(gaps):.3g}" if gaps else ""
     count = f"{len(differing)} of {entry['lossless']['checked']} prompts"
     if report["dtype"] == "float32":
-        return [
-            (True, f"NOT LOSSLESS: {name}: {count} differ from plain decoding in float32 ({where}{near})")
-        ]
+        return [(True, f"NOT LOSSLESS: {name}: {count} differ from plain decoding in float32 ({where}{near})")]
     return [(False, f"{name}: {count} differ from plain decoding in {report['dtype']} ({where}{near})")]
 
 

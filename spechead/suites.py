@@ -125,9 +125,7 @@ def predicted(entry: dict[str, Any], v: float) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------ speed
 
-Quad = tuple[
-    float, float, float, float
-]  # plain seconds, plain tokens, speculative seconds, speculative tokens
+Quad = tuple[float, float, float, float]  # plain seconds, plain tokens, speculative seconds, speculative tokens
 
 
 def _seconds_and_tokens(pair: Comparison, prefill: bool = True) -> Quad:

@@ -42,18 +42,14 @@ def summary(options: SummaryOptions) -> None:
     console.print()
     for what, where in places(run):
         console.print(f"{what:<16}{where}", soft_wrap=True, markup=False)
-    console.print(
-        f'\ntry it:         spechead generate --head {run}/head --prompt "{PROMPT}"', soft_wrap=True
-    )
+    console.print(f'\ntry it:         spechead generate --head {run}/head --prompt "{PROMPT}"', soft_wrap=True)
 
 
 def figures(report: dict[str, Any]) -> Table:
     """One line a figure, one column a tree that was measured."""
     suites = whole_suites(report)
     headline = Text(f"{title(report)}, {report['dtype']} on {report['device']}")
-    table = Table(
-        title=headline, title_justify="left", box=None, padding=(0, 3, 0, 0), show_header=len(suites) > 1
-    )
+    table = Table(title=headline, title_justify="left", box=None, padding=(0, 3, 0, 0), show_header=len(suites) > 1)
     table.add_column("")
     for name in suites:
         table.add_column(Text(name))

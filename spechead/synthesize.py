@@ -196,9 +196,7 @@ class Writer:
                 kept.append((kind, prompt))
         return kept
 
-    def answer(
-        self, prompts: list[tuple[str, str]], chooser: random.Random, dropped: Counter[str]
-    ) -> list[Row]:
+    def answer(self, prompts: list[tuple[str, str]], chooser: random.Random, dropped: Counter[str]) -> list[Row]:
         """Conversations whose answers passed the filters, in the order of the prompts."""
         draw = Draw(self.options.temperature, self.options.top_k, self.options.top_p)
         texts = [
@@ -216,9 +214,7 @@ class Writer:
                 continue
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
             finish = "eos" if end.finished else "length"
-            rows.append(
-                {"messages": messages, "meta": {"kind": kind, "finish": finish, "target": self.target.name}}
-            )
+            rows.append({"messages": messages, "meta": {"kind": kind, "finish": finish, "target": self.target.name}})
         return rows
 
     def batches(
@@ -277,9 +273,7 @@ def first_special(tokenizer: Any, closing: str) -> set[int]:
     return set(ids) & control
 
 
-def share_out(
-    weights: dict[str, float], have: Counter[str], wanted: int, chooser: random.Random
-) -> list[str]:
+def share_out(weights: dict[str, float], have: Counter[str], wanted: int, chooser: random.Random) -> list[str]:
     """Kinds of the next `wanted` prompts: those that are behind their weight among the kept get more."""
     total = sum(have.values()) + wanted
     scale = total / sum(weights.values())

@@ -55,10 +55,11 @@ class Target:
         self.tokenizer = tokenizer
         self.name = name
         self.config = model.config.get_text_config()
-        self.device: torch.device = model.get_input_embeddings().weight.device
-        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
+        embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
+        self.device: torch.device = embedding.device
+        self.dtype: torch.dtype = embedding.dtype
         self.hidden_size: int = self.config.hidden_size
-        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
+        self.vocab_size: int = embedding.shape[0]
         self.n_layers: int = self.config.num_hidden_layers
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
         self.eos_ids = _eos_ids(model, tokenizer)
@@ -92,9 +93,10 @@ class Target:
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            model: Any = AutoModelForCausalLM.from_pretrained(
                 where, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
-            ).to(chosen)
+            )
+            model.to(chosen)
             tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
         except (OSError, ValueError, ImportError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -133,8 +135,7 @@ class Target:
         layers: Sequence[int] = (),
         cache: KVCache | None = None,
         positions: Tensor | None = None,  # [B, T]; default: after the cache, one by one
-        visible: Tensor
-        | None = None,  # bool [B, T, T]: which of the new tokens each may see; default: causal
+        visible: Tensor | None = None,  # bool [B, T, T]: which of the new tokens each may see; default: causal
     ) -> TargetOutput:
         """Run new tokens behind those of the cache, all of which they see (inside a sliding window, where there is one)."""
         past = cache.length if cache is not None else 0
@@ -235,7 +236,7 @@ class Target:
         if not kinds:
             kinds = {"sliding_attention"} if window is not None else {"full_attention"}
         masks: dict[str, Any] = {"full_attention": full, "sliding_attention": full}
-        if in_reach and "sliding_attention" in kinds:
+        if window is not None and in_reach and "sliding_attention" in kinds:
             before = torch.arange(past, device=positions.device).expand(batch, past)
             keys = torch.cat([before, positions], -1)  # [B, P+T]
             near = positions[:, :, None] - keys[:, None, :] < window  # [B, T, P+T]
@@ -293,9 +294,7 @@ def native_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 arithmetic is fast there: newer accelerators, and CPUs with AVX-512 BF16 or AMX."""
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return device.type == "cpu" and (
-        torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    )
+    return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def choose_device(name: str) -> torch.device:

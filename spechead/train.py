@@ -32,13 +32,14 @@ from spechead.dataset import (
 )
 from spechead.engine import Engine, Ranks, checkpoints, learning_rate_factor, start
 from spechead.errors import UserError
+from spechead.features import FeatureMemory
 from spechead.files import make_folder, read_json, write_json
 from spechead.formats.native import save_head
 from spechead.heads import HEADS, Head
 from spechead.heads.base import Hits
 from spechead.log import NoLog, Progress, RunLog, plot_curve
 from spechead.recipe import Recipe
-from spechead.target import Target, choose_device, native_bfloat16
+from spechead.target import Target, TargetOutput, choose_device, native_bfloat16
 from spechead.tree import chain, parse_plan
 
 FINISHED = "run.json"
@@ -47,20 +48,23 @@ FINISHED = "run.json"
 class TrainingModule(nn.Module):
     """What the engine wraps: the target's forward without gradient, then the head's training step."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Head, memory: FeatureMemory) -> None:
         super().__init__()
-        self.head = head
+        self.head, self.memory = head, memory
 
     def forward(self, batch: Batch) -> tuple[Tensor, Hits]:
+        out = self.memory.recall(tuple(batch.rows), lambda: self.target_output(batch))
+        return self.head.training_step(batch, out)
+
+    def target_output(self, batch: Batch) -> TargetOutput:
         single = bool((batch.document == 0).all())  # one document a row, no padding: plain causal
         visible = None if single else batch.document[:, :, None] == batch.document[:, None, :]
-        out = self.head.target.forward(
+        return self.head.target.forward(
             batch.ids,
             layers=self.head.layers,
             positions=batch.positions,
             visible=None if visible is None else visible.tril(),
         )
-        return self.head.training_step(batch, out)
 
 
 @dataclass
@@ -108,7 +112,7 @@ def set_up(recipe: Recipe, ranks: Ranks) -> Run:
     total = recipe.optim.total_steps(len(training))
     optim = recipe.optim
     engine = Engine(
-        TrainingModule(head),
+        TrainingModule(head, FeatureMemory(recipe.engine.feature_memory_gb)),
         lr=optim.lr,
         betas=optim.betas,
         weight_decay=optim.weight_decay,
@@ -134,9 +138,7 @@ def fit(run: Run) -> None:
         done, tokens_seen = state["step"], state["tokens"]
     config = recipe.to_dict()
     log = (
-        RunLog(run.out, recipe.log.wandb, recipe.log.project, config, resume=bool(resumed))
-        if ranks.first
-        else NoLog()
+        RunLog(run.out, recipe.log.wandb, recipe.log.project, config, resume=bool(resumed)) if ranks.first else NoLog()
     )
     with Progress("train", run.total, "step", done=done, quiet=not ranks.first) as progress:
         window = Window()
@@ -153,9 +155,7 @@ def fit(run: Run) -> None:
             progress.advance(note=window.note)
             if step % recipe.log.every == 0 or step == run.total:
                 values = window.values(ranks)
-                log.record(
-                    step, values | {"lr": engine.lr, "grad_norm": engine.grad_norm, "tokens": tokens_seen}
-                )
+                log.record(step, values | {"lr": engine.lr, "grad_norm": engine.grad_norm, "tokens": tokens_seen})
             if step % recipe.log.checkpoint_every == 0 and step < run.total:
                 kept = {"step": step, "tokens": tokens_seen, "recipe": config}
                 engine.save(folder, step, kept, ranks, recipe.log.keep)
@@ -258,21 +258,22 @@ def finish(run: Run) -> Path:
             "versions": {name: version(name) for name in ("spechead", "torch", "transformers", "deepspeed")},
             "machine": f"{platform.machine()}, {platform.system()}, {torch.get_num_threads()} threads",
         }
-        save_head(run.head, folder, {"data": run.recipe.data.train, "steps": run.total}, weights)
+        meta = {
+            "data": run.recipe.data.train,
+            "steps": run.total,
+            "template_kwargs": run.recipe.target.template_kwargs,
+        }
+        save_head(run.head, folder, meta, weights)
         plot_curve(run.out)
         write_json(run.out / FINISHED, provenance)
     run.ranks.barrier()
     return folder
 
 
-def load_data(
-    recipe: Recipe, target: Target, ranks: Ranks
-) -> tuple[list[Sample], list[Sample], dict[str, int]]:
+def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> tuple[list[Sample], list[Sample], dict[str, int]]:
     """Training and validation samples, and what was dropped and why."""
     conversations = read_conversations(recipe.data.sources(), recipe.data.limit)
-    samples = build_samples(
-        conversations, target.tokenizer, recipe.data.max_length, recipe.target.template_kwargs
-    )
+    samples = build_samples(conversations, target.tokenizer, recipe.data.max_length, recipe.target.template_kwargs)
     if ranks.first:
         for why, count in samples.dropped.items():
             print(f"data: {count} of {len(conversations)} conversations {why}")

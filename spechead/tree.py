@@ -139,6 +139,5 @@ def parse_plan(text: str) -> Plan:
         except (ValueError, TypeError):
             pass
     raise UserError(
-        f"tree {text!r} is not understood; "
-        "use chain:3, static:[[0],[1],[0,0]] or dynamic:nodes=30,depth=5,topk=4"
+        f"tree {text!r} is not understood; use chain:3, static:[[0],[1],[0,0]] or dynamic:nodes=30,depth=5,topk=4"
     )

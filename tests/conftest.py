@@ -132,9 +132,7 @@ class RandomDrafter:
     def propose(self, state: None, fresh: Tensor, out: TargetOutput, plan: Plan) -> Tree:
         size = int(torch.randint(1, 12, (1,), generator=self.generator))
         tokens = torch.randint(0, VOCAB, (size,), generator=self.generator)
-        parents = torch.tensor(
-            [int(torch.randint(0, i + 1, (1,), generator=self.generator)) for i in range(size)]
-        )
+        parents = torch.tensor([int(torch.randint(0, i + 1, (1,), generator=self.generator)) for i in range(size)])
         return Tree(torch.cat([fresh[-1:], tokens]), torch.cat([torch.tensor([-1]), parents]))
 
 

@@ -11,9 +11,7 @@ PROMPTS = [[5], [7, 8, 9, 10, 11], [20, 30, 40], [12] * 20, [50, 51]]
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen3-wide-heads", "mistral-window", "gemma2", "phi3", "gpt_neox"]
-)
+@pytest.mark.parametrize("family", ["llama", "qwen3-wide-heads", "mistral-window", "gemma2", "phi3", "gpt_neox"])
 def test_rows_equal_plain_decoding_whatever_their_neighbours(family: str) -> None:
     target = make_target(family)
     alone = [generate(target, prompt, max_new_tokens=24).tokens for prompt in PROMPTS]
@@ -35,8 +33,7 @@ def test_no_prompts_no_text() -> None:
 def test_a_seed_fixes_the_draw() -> None:
     target = make_target()
     texts = [
-        continue_batch(target, PROMPTS, max_new_tokens=6, stop_ids=(), draw=Draw(1.0), seed=seed)
-        for seed in (1, 1, 2)
+        continue_batch(target, PROMPTS, max_new_tokens=6, stop_ids=(), draw=Draw(1.0), seed=seed) for seed in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]
 

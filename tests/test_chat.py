@@ -36,9 +36,7 @@ TEMPLATES = {
     "plain": "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}",
 }
-ONLY = (
-    "{{% for m in messages %}}{{% if m['role'] == '{}' %}}{{{{ m['content'] }}}}{{% endif %}}{{% endfor %}}"
-)
+ONLY = "{{% for m in messages %}}{{% if m['role'] == '{}' %}}{{{{ m['content'] }}}}{{% endif %}}{{% endfor %}}"
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<h>", "</h>", "<eot>"]
 
 

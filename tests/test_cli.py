@@ -67,9 +67,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["generate", "--prompt", "x"], "head"),
     ],
 )
-def test_mistakes_end_in_one_line_and_code_2(
-    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_end_in_one_line_and_code_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = ends(argv, capsys)
     assert (code, out) == (2, "")
     assert err.startswith("spechead: error: ") and err.count("\n") == 1

@@ -70,6 +70,7 @@ def use(monkeypatch: pytest.MonkeyPatch, target: Target) -> Use:
         monkeypatch.setattr(Target, "load", classmethod(lambda cls, name, **_: target))
         monkeypatch.setattr(evaluate, "load_head", lambda *_, **__: head)
         monkeypatch.setattr(evaluate, "head_target", lambda _: "tiny-llama")
+        monkeypatch.setattr(evaluate, "head_template_kwargs", lambda _: {})
 
     return install
 
@@ -199,9 +200,7 @@ def test_answers_are_cut_to_the_positions_of_the_target(
         min(24, longest + 9 - len(encoded(target, text))) for _, text in ROWS
     }
     monkeypatch.setattr(target, "max_positions", longest + 1)
-    with pytest.raises(
-        UserError, match=rf"prompt \d has {longest} tokens.*{longest + 1} positions of tiny-llama"
-    ):
+    with pytest.raises(UserError, match=rf"prompt \d has {longest} tokens.*{longest + 1} positions of tiny-llama"):
         evaluate.evaluate(options(prompts))
 
 
@@ -264,9 +263,7 @@ def test_sampled_text_is_checked_for_equality_too(prompts: Path, use: Use, targe
     assert entry["acceptance_length"] > 2.5
 
 
-def test_plain_decoding_is_compared_with_generate_of_transformers(
-    prompts: Path, use: Use, target: Target
-) -> None:
+def test_plain_decoding_is_compared_with_generate_of_transformers(prompts: Path, use: Use, target: Target) -> None:
     use(Knowing(target, 3))
     entry = evaluate.evaluate(options(prompts, generate_prompts=2))["suites"]["few"]
     assert entry["generate_equal"] == {"checked": 2, "equal": 2}
@@ -297,9 +294,7 @@ def test_the_command_measures_every_kind_of_head_end_to_end(
 
     report = json.loads((tmp_path / "eval" / "report.json").read_text())
     assert (report["schema"], report["kind"], report["dtype"]) == (1, kind, "float32")
-    assert report["settings"]["tree"] == ["chain:2"] and parse_plan(report["suites"]["few"]["tree"]) == chain(
-        2
-    )
+    assert report["settings"]["tree"] == ["chain:2"] and parse_plan(report["suites"]["few"]["tree"]) == chain(2)
     entry = report["suites"]["few"]
     assert entry["lossless"]["equal"] == 4
     keys = {"passes", "tokens", "acceptance_length_ci", "conditional_acceptance", "speedup_ci", "seconds"}

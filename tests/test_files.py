@@ -19,9 +19,7 @@ def test_write_text_makes_the_folder_and_leaves_nothing_else(tmp_path: Path) -> 
     assert [p.name for p in path.parent.iterdir()] == ["b.txt"]
 
 
-@pytest.mark.parametrize(
-    ("code", "words"), [(errno.ENOSPC, "no space left"), (errno.EACCES, "permission denied")]
-)
+@pytest.mark.parametrize(("code", "words"), [(errno.ENOSPC, "no space left"), (errno.EACCES, "permission denied")])
 def test_a_failed_write_names_the_path_and_keeps_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, words: str
 ) -> None:
@@ -72,16 +70,12 @@ def test_unreadable_json_names_the_file(tmp_path: Path) -> None:
         files.read_json(tmp_path / "binary.json")
 
 
-@pytest.mark.parametrize(
-    "name", ["recipes/eagle3-smollm2.yaml", "eval/prompts/held_out.jsonl", "data/sample.jsonl"]
-)
+@pytest.mark.parametrize("name", ["recipes/eagle3-smollm2.yaml", "eval/prompts/held_out.jsonl", "data/sample.jsonl"])
 def test_shipped_files_are_found(name: str) -> None:
     assert files.shipped(name).is_file()
 
 
-def test_the_installed_copy_comes_before_the_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_installed_copy_comes_before_the_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "spechead"
     for root in (package / "share", tmp_path):
         (root / "data").mkdir(parents=True)

@@ -72,9 +72,7 @@ def test_node_logits_are_those_of_the_path_alone(target: Target) -> None:
     tree = Tree(torch.tensor([5, 6, 7, 8, 9, 10]), torch.tensor([-1, 0, 0, 1, 1, 3]))
     cache = KVCache()
     target.forward(prompt, cache=cache)
-    nodes = target.forward(
-        tree.tokens[None], cache=cache, positions=9 + tree.depths[None], visible=tree.visible[None]
-    )
+    nodes = target.forward(tree.tokens[None], cache=cache, positions=9 + tree.depths[None], visible=tree.visible[None])
     for node in range(len(tree)):
         path = [int(tree.tokens[i]) for i in range(len(tree)) if tree.visible[node, i]]
         alone = target.forward(torch.cat([prompt, torch.tensor([path])], 1))
@@ -127,9 +125,7 @@ def test_stop_string_that_straddles_tokens(target: Target) -> None:
     assert generate(target, prompt, Scripted(text, 4), max_new_tokens=40, stop=[stop]).tokens == plain.tokens
 
 
-@pytest.mark.parametrize(
-    "temperature,top_k,top_p", [(0.7, 0, 1.0), (1.0, 5, 1.0), (1.3, 0, 0.8), (1.0, 8, 0.9)]
-)
+@pytest.mark.parametrize("temperature,top_k,top_p", [(0.7, 0, 1.0), (1.0, 5, 1.0), (1.3, 0, 0.8), (1.0, 8, 0.9)])
 def test_sampled_text_is_plain_decodings_with_the_same_seed(
     target: Target, temperature: float, top_k: int, top_p: float
 ) -> None:
@@ -158,9 +154,7 @@ def test_streaming_calls_bring_every_token_once(target: Target) -> None:
     prompt = prompt_of(target)
     text = generate(target, prompt, max_new_tokens=30).tokens
     calls: list[tuple[list[int], int]] = []
-    generate(
-        target, prompt, Scripted(text, 2), max_new_tokens=30, on_commit=lambda t, n: calls.append((t, n))
-    )
+    generate(target, prompt, Scripted(text, 2), max_new_tokens=30, on_commit=lambda t, n: calls.append((t, n)))
     assert [token for tokens, _ in calls for token in tokens] == text
     assert calls[0] == (text[:1], 0)
     assert calls[1] == (text[1:4], 2)

@@ -163,9 +163,7 @@ def test_unrolled_steps_equal_real_drafting(target: Target) -> None:
 
         def spy(h: torch.Tensor, seen: list = drafted, real=original) -> torch.Tensor:
             seen.append(real(h)[0])
-            forced = torch.full(
-                (1, head.draft_size), -50.0
-            )  # draft the text's own next token, as training feeds it
+            forced = torch.full((1, head.draft_size), -50.0)  # draft the text's own next token, as training feeds it
             label = int(head.to_draft(text.ids[row + 1 + len(seen)])[0])
             forced[0, label] = 0.0
             return forced
@@ -232,9 +230,7 @@ def test_lossless_in_every_family(kind: str, family: str) -> None:
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_overfit_decodes_at_its_full_depth(kind: str, target: Target) -> None:
-    peaked = (
-        {"loss": "hard_ce"} if kind == "eagle3" else {}
-    )  # a random target's own distribution is nearly flat
+    peaked = {"loss": "hard_ce"} if kind == "eagle3" else {}  # a random target's own distribution is nearly flat
     head = make_head(kind, target, draft_vocab_size=0, **peaked)
     text = sample(target, 24)
     fit(head, collate([text], 64), 300)

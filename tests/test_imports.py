@@ -53,9 +53,7 @@ def own(path: Path) -> set[str]:
 
 @pytest.mark.parametrize("library", EDGES)
 def test_a_library_is_imported_by_its_edge_alone(library: str) -> None:
-    users = {
-        name for name, path in MODULES.items() if library in {n.partition(".")[0] for n in imports(path)}
-    }
+    users = {name for name, path in MODULES.items() if library in {n.partition(".")[0] for n in imports(path)}}
     assert users <= EDGES[library]
 
 
@@ -107,7 +105,5 @@ def test_help_of_a_recipe_needs_no_torch() -> None:
 
 
 def test_decoding_and_measuring_need_no_training_library() -> None:
-    code = (
-        "import spechead.answer, spechead.evaluate, spechead.synthesize, spechead.inspect_data; print('fine')"
-    )
+    code = "import spechead.answer, spechead.evaluate, spechead.synthesize, spechead.inspect_data; print('fine')"
     assert python(code, {"deepspeed", "wandb", "peft", "datasets"}) == "fine\n"

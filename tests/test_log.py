@@ -187,9 +187,7 @@ def test_curve_is_a_png_also_before_the_first_record(tmp_path: Path) -> None:
     run = RunLog(tmp_path)
     for step in range(1, 20):
         run.record(step, {"loss": 5 / step, "accuracy@1": step / 40, "accuracy@2": step / 80, "lr": 1e-3})
-    run.record(
-        19, {"validation/loss": 0.5, "validation/accuracy@1": 0.4, "validation/acceptance_length": 1.5}
-    )
+    run.record(19, {"validation/loss": 0.5, "validation/accuracy@1": 0.4, "validation/acceptance_length": 1.5})
     run.close()
     path = plot_curve(tmp_path)
     assert path == tmp_path / "training_curve.png" and path.read_bytes().startswith(b"\x89PNG")

@@ -89,9 +89,7 @@ def test_walk_is_below_the_plain_mean_where_easy_runs_cluster() -> None:
 
 @given(st.integers(1, 4), st.lists(st.booleans(), max_size=30), st.randoms(use_true_random=False))
 def test_walk_commits_every_valid_row_once_in_bounded_passes(depth, rows, random) -> None:  # type: ignore[no-untyped-def]
-    hits = torch.tensor([[random.random() < 0.6 for _ in rows] for _ in range(depth)]).reshape(
-        depth, len(rows)
-    )
+    hits = torch.tensor([[random.random() < 0.6 for _ in rows] for _ in range(depth)]).reshape(depth, len(rows))
     valid = torch.tensor(rows, dtype=torch.bool)
     passes, tokens = metrics.walk(hits, valid)
     assert tokens == sum(rows)
@@ -139,9 +137,7 @@ def test_expected_tokens() -> None:
 
 @given(st.floats(0, 0.999), st.integers(0, 12))
 def test_expected_tokens_is_one_plus_the_sum_of_powers(alpha: float, length: int) -> None:
-    assert metrics.expected_tokens(alpha, length) == pytest.approx(
-        1 + sum(alpha**k for k in range(1, length + 1))
-    )
+    assert metrics.expected_tokens(alpha, length) == pytest.approx(1 + sum(alpha**k for k in range(1, length + 1)))
 
 
 def test_speed_model() -> None:

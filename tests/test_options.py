@@ -111,9 +111,7 @@ def test_mistakes_are_one_line(argv: list[str], message: str) -> None:
 
 def test_yaml_with_flags_over_it(tmp_path: Path) -> None:
     file = tmp_path / "r.yaml"
-    file.write_text(
-        "inner:\n  lr: 1e-4  # a number, as people write it\n  shape: linear\nfree: {a: {b: 1}}\n"
-    )
+    file.write_text("inner:\n  lr: 1e-4  # a number, as people write it\n  shape: linear\nfree: {a: {b: 1}}\n")
     got = outer("--inner.shape", "cosine", config=str(file))
     assert got == Outer(Inner(lr=1e-4), free={"a": {"b": 1}})
     assert outer(config="") == Outer()

@@ -31,11 +31,7 @@ def test_the_recipes_that_should_ship() -> None:
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_recipe_loads_by_name_and_by_path(name: str) -> None:
     recipe = load_recipe(name)
-    assert (
-        recipe
-        == load_recipe(str(files.shipped(f"recipes/{name}.yaml")))
-        == load_recipe(f"recipes/{name}.yaml")
-    )
+    assert recipe == load_recipe(str(files.shipped(f"recipes/{name}.yaml"))) == load_recipe(f"recipes/{name}.yaml")
     assert recipe.out == f"runs/{name}"
     assert recipe.head.kind == name.partition("-")[0]
 
@@ -60,9 +56,7 @@ def header_commands(path: Path) -> list[list[str]]:
     lines = [line[1:].strip() for line in path.read_text().split("\n\n")[0].splitlines()]
     text = "\n".join(lines).replace("\\\n", " ")
     starts = ("torchrun ", "spechead ")
-    commands = [
-        line.partition(":")[2].strip() or line for line in text.splitlines() if ":" in line
-    ] + text.splitlines()
+    commands = [line.partition(":")[2].strip() or line for line in text.splitlines() if ":" in line] + text.splitlines()
     return [shlex.split(line) for line in commands if line.startswith(starts)]
 
 
@@ -90,9 +84,7 @@ def test_without_a_config_the_defaults_hold() -> None:
 
 
 def test_sources_find_what_ships() -> None:
-    recipe = load_recipe(
-        overrides=["--data.train", "shipped:data/sample.jsonl", "--data.train", "hf:a/b:train"]
-    )
+    recipe = load_recipe(overrides=["--data.train", "shipped:data/sample.jsonl", "--data.train", "hf:a/b:train"])
     assert recipe.data.sources() == [str(files.shipped("data/sample.jsonl")), "hf:a/b:train"]
 
 
@@ -135,9 +127,7 @@ def test_bad_values_are_named_in_one_line(flags: str, message: str) -> None:
 def test_an_unknown_key_of_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("optim:\n  learning_rate: 1\n")
-    with pytest.raises(
-        UserError, match=r"unknown key optim.learning_rate in .*mine.yaml \(known: optim.lr, "
-    ):
+    with pytest.raises(UserError, match=r"unknown key optim.learning_rate in .*mine.yaml \(known: optim.lr, "):
         load_recipe(str(file))
 
 

@@ -29,16 +29,12 @@ def comparison(number: int, category: str, accepted: list[int], wrong: bool = Fa
     plain = Run(tokens, 4.6, Stats(passes, passes, [1] * passes, [0] * passes, [0] * passes, PLAIN_SECONDS))
     ours = Run(tokens[:2] + [99] + tokens[3:] if wrong else tokens, 2.7, stats)
     prompt = Prompt(number, category, "?")
-    return Comparison(
-        prompt, plain, ours, Reference(tokens, 4.6), divergence(prompt, plain.tokens, ours.tokens)
-    )
+    return Comparison(prompt, plain, ours, Reference(tokens, 4.6), divergence(prompt, plain.tokens, ours.tokens))
 
 
 def full_report(wrong: bool = False) -> dict[str, Any]:
     kinds = ["writing", "coding", "maths"]
-    pairs = [
-        comparison(i, kinds[i % 3], [3, 1 + i % 2, 0, 2, 1, 0], wrong=wrong and i == 4) for i in range(9)
-    ]
+    pairs = [comparison(i, kinds[i % 3], [3, 1 + i % 2, 0, 2, 1, 0], wrong=wrong and i == 4) for i in range(9)]
     suites = {
         "held_out": suite(pairs, "chain:3"),
         "held_out@static:[[0],[1],[0,0]]": suite(pairs, "static:[[0]]"),
@@ -95,9 +91,7 @@ def test_a_difference_in_float32_is_an_alarm_and_in_half_precision_a_remark() ->
     wrong = full_report(wrong=True)
     wrong["suites"]["held_out"]["lossless"]["divergences"][0]["gap"] = 0.0123
     alarm, sentence = report.remarks(wrong)[0]
-    assert alarm and sentence.startswith(
-        "NOT LOSSLESS: held_out: 1 of 9 prompts differ from plain decoding in float32"
-    )
+    assert alarm and sentence.startswith("NOT LOSSLESS: held_out: 1 of 9 prompts differ from plain decoding in float32")
     assert "prompt 4, token 2" in sentence and "0.0123" in sentence
     assert "NOT LOSSLESS" in printed(wrong) and "8/9 prompts" in printed(wrong)
     wrong["dtype"] = "bfloat16"
@@ -138,10 +132,7 @@ def test_missing_numbers_are_dashes() -> None:
         "generate_ratio": None,
         "costs": None,
     }
-    assert (
-        report.cells("held_out", bare["suites"]["held_out"])[2:] == ["-", "-", "2.0 -> 3.3", "9/9", "-"]
-        or True
-    )
+    assert report.cells("held_out", bare["suites"]["held_out"])[2:] == ["-", "-", "2.0 -> 3.3", "9/9", "-"] or True
     assert "held_out" in printed(bare)
     page.render_html(bare)
 
@@ -159,9 +150,7 @@ class Wellformed(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        self.outside += [
-            v for k, v in attrs if k in ("src", "href", "xlink:href") and v and not v.startswith("#")
-        ]
+        self.outside += [v for k, v in attrs if k in ("src", "href", "xlink:href") and v and not v.startswith("#")]
 
 
 def test_page_is_self_contained_with_four_plots() -> None:
@@ -181,9 +170,7 @@ def test_every_text_is_escaped() -> None:
     bad["machine"]["processor"] = evil
     bad["suites"] = {evil: bad["suites"]["held_out"], f"{evil}/{evil}": bad["suites"]["held_out/coding"]}
     bad["suites"][evil]["tree"] = evil
-    bad["examples"] = [
-        {"prompt": evil, "category": evil, "text": evil, "tree": evil, "pieces": [[evil, 1], [evil, 0]]}
-    ]
+    bad["examples"] = [{"prompt": evil, "category": evil, "text": evil, "tree": evil, "pieces": [[evil, 1], [evil, 0]]}]
     text = page.render_html(bad)
     assert "<script" not in text
     assert "&lt;script&gt;" in text

@@ -18,9 +18,7 @@ def run(tokens: int, seconds: float, accepted: list[int], depth: int = 2, **phas
     return Run(list(range(tokens)), seconds, stats)
 
 
-def pair(
-    number: int, plain_seconds: float, seconds: float, accepted: list[int], **options: object
-) -> Comparison:
+def pair(number: int, plain_seconds: float, seconds: float, accepted: list[int], **options: object) -> Comparison:
     tokens = 1 + sum(a + 1 for a in accepted)
     plain = run(tokens, plain_seconds, [0] * (tokens - 1), depth=0, prefill=1.0, verify=plain_seconds - 1)
     ours = run(tokens, seconds, accepted, prefill=1.0, draft=0.5, verify=seconds - 1.75, commit=0.25)
@@ -99,9 +97,7 @@ def test_divergences_are_listed_and_counted() -> None:
         ([1, 2], [1, 2, 3], (2, None, 3)),
     ],
 )
-def test_divergence(
-    plain: list[int], ours: list[int], expected: tuple[int, int | None, int | None] | None
-) -> None:
+def test_divergence(plain: list[int], ours: list[int], expected: tuple[int, int | None, int | None] | None) -> None:
     found = suites.divergence(Prompt("q", "a", "?"), plain, ours)
     if expected is None:
         assert found is None

@@ -48,16 +48,12 @@ def test_figures_paths_and_next_command(tmp_path: Path, capsys: pytest.CaptureFi
     assert f"head {run}/head" in lines
     assert f"report as JSON {run}/eval/report.json" in lines
     assert f"training curve {run}/training_curve.png" in lines
-    assert not any(line.startswith("report ") and line.endswith(".html") for line in lines), (
-        "it does not exist"
-    )
+    assert not any(line.startswith("report ") and line.endswith(".html") for line in lines), "it does not exist"
     assert lines[-1] == f'try it: spechead generate --head {run}/head --prompt "Explain why the sky is blue."'
     assert "9.99" not in " ".join(lines), "kinds belong into the report"
 
 
-def test_a_column_for_each_tree_and_missing_figures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_column_for_each_tree_and_missing_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nothing = suite(speedup=None, speedup_ci=None, acceptance_length=None, acceptance_length_ci=None)
     summary(SummaryOptions(str(run_with(tmp_path, report({"x": suite(), "x@chain:3": nothing})))))
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
@@ -66,9 +62,7 @@ def test_a_column_for_each_tree_and_missing_figures(
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"no report at .*: first run spechead eval --head .*/head --out .*/eval"
-    ):
+    with pytest.raises(UserError, match=r"no report at .*: first run spechead eval --head .*/head --out .*/eval"):
         summary(SummaryOptions(str(tmp_path)))
     run_with(tmp_path, {"schema": 2})
     with pytest.raises(UserError, match="not a report of schema 1"):

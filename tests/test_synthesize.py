@@ -93,10 +93,7 @@ def test_rows_meta_and_counts(tmp_path: Path, script: Script) -> None:
     assert {row["meta"]["finish"] for row in written} == {"eos", "length"}
     prompts = [row["messages"][0]["content"] for row in written]
     assert len(set(prompts)) == 60
-    assert all(
-        prompt.startswith(KINDS[r["meta"]["kind"]].openings)
-        for prompt, r in zip(prompts, written, strict=True)
-    )
+    assert all(prompt.startswith(KINDS[r["meta"]["kind"]].openings) for prompt, r in zip(prompts, written, strict=True))
     assert meta == json.loads((tmp_path / "out.jsonl.meta.json").read_text())
     assert meta["dropped"]["prompt unfinished"] > 0
     assert (meta["target"], meta["conversations"], meta["options"]["seed"]) == ("tiny-llama", 60, 0)
@@ -136,16 +133,12 @@ def test_interrupted_and_started_again_it_comes_to_the_same_file(
     assert script.calls <= calls and (stop_after < 9 or script.calls < calls)
 
 
-def test_an_interrupted_command_can_be_given_another_count_but_no_other_seed(
-    tmp_path: Path, script: Script
-) -> None:
+def test_an_interrupted_command_can_be_given_another_count_but_no_other_seed(tmp_path: Path, script: Script) -> None:
     script.stop_after = 9
     with pytest.raises(KeyboardInterrupt):
         synthesize(options(tmp_path))
     script.stop_after = 10**9
-    with pytest.raises(
-        UserError, match=r"out\.jsonl\.partial was begun with --seed 0, now it is 1: .*delete"
-    ):
+    with pytest.raises(UserError, match=r"out\.jsonl\.partial was begun with --seed 0, now it is 1: .*delete"):
         synthesize(options(tmp_path, seed=1))
     with pytest.raises(UserError, match="--max-new-tokens 256, now it is 8"):
         synthesize(options(tmp_path, max_new_tokens=8))

@@ -112,9 +112,7 @@ def weights(out: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-def test_every_weight_moves_and_the_head_loads(
-    kind: str, precision: str, folder: Path, tmp_path: Path
-) -> None:
+def test_every_weight_moves_and_the_head_loads(kind: str, precision: str, folder: Path, tmp_path: Path) -> None:
     changes = {"engine.precision": precision, "optim.lr": 1e-4, "optim.steps": 12}
     train(recipe(folder, tmp_path / "none", kind, **changes | {"optim.steps": 1, "optim.lr": 1e-30}))
     train(recipe(folder, tmp_path / "some", kind, **changes))

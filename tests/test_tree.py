@@ -76,9 +76,7 @@ def test_accept_by_hand() -> None:
     assert accept(tree, torch.tensor([6, 1, 7, 8, 3])).tokens == [6, 7, 8, 3]
 
 
-@pytest.mark.parametrize(
-    "text", ["chain:3", "dynamic:nodes=30,depth=5,topk=4", "static:[[0],[1],[0,0],[0,1]]"]
-)
+@pytest.mark.parametrize("text", ["chain:3", "dynamic:nodes=30,depth=5,topk=4", "static:[[0],[1],[0,0],[0,1]]"])
 def test_plans_read_back(text: str) -> None:
     assert str(parse_plan(text)) == text
 

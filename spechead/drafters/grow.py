@@ -58,10 +58,11 @@ class _Levels:
 
 def _grow_static(plan: Static, root: Tensor, first: Tensor, levels: _Levels) -> Tree:
     tokens, parents = [root[None]], [torch.full((1,), -1)]
-    node_of = {(): 0} | {path: i + 1 for i, path in enumerate(plan.choices)}
+    node_of: dict[tuple[int, ...], int] = {(): 0} | {path: i + 1 for i, path in enumerate(plan.choices)}
     row_of: dict[tuple[int, ...], int] = {(): -1}
     token_of: dict[tuple[int, ...], Tensor] = {}
-    logp, sources = first, [()]  # the rows of `logp` are these nodes' distributions
+    sources: list[tuple[int, ...]] = [()]
+    logp = first  # the rows of `logp` are these nodes' distributions
     for depth in range(1, plan.depth + 1):
         level = [path for path in plan.choices if len(path) == depth]
         ids, _ = levels.best(logp, 1 + max(path[-1] for path in level), len(sources))

@@ -18,22 +18,19 @@ from safetensors.torch import load_file, save_file
 from spechead.errors import UserError
 from spechead.files import make_folder, read_json, reason, write_json
 from spechead.heads import HEADS, Head
+from spechead.packed import pack_linears
 from spechead.target import Target
 from spechead.tree import parse_plan
 
 WEIGHTS, CONFIG, FORMAT = "model.safetensors", "config.json", 1
 
 
-def save_head(
-    head: Head, folder: Path, meta: dict[str, Any], weights: dict[str, torch.Tensor] | None = None
-) -> None:
+def save_head(head: Head, folder: Path, meta: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> None:
     """Write the head: float32 `weights` (default: its own), configuration, default tree, and whose head it is."""
     state = {name: tensor for name, tensor in (weights or head.state_dict()).items()}
     empty = [name for name, tensor in state.items() if tensor.numel() == 0 or tensor.is_meta]
     if empty:
-        raise UserError(
-            f"head tensors without content: {', '.join(empty)}; they must be gathered before saving"
-        )
+        raise UserError(f"head tensors without content: {', '.join(empty)}; they must be gathered before saving")
     make_folder(folder)
     scratch = folder / f".{WEIGHTS}.{secrets.token_hex(4)}.tmp"
     try:
@@ -60,18 +57,24 @@ def load_head(folder: Path, target: Target, *, force: bool = False) -> Head:
     kind = HEADS[config["kind"]]
     known = {field.name for field in fields(kind.Config)}
     if set(config["config"]) != known:
-        raise UserError(
-            f"{folder / CONFIG}: the {kind.kind} head's options differ from {', '.join(sorted(known))}"
-        )
+        raise UserError(f"{folder / CONFIG}: the {kind.kind} head's options differ from {', '.join(sorted(known))}")
     head = kind(kind.Config(**config["config"]), target)
     _load_strictly(head, folder / WEIGHTS)
     head.tree = parse_plan(config["tree"])
-    return head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    if target.packed:
+        pack_linears(head)
+    return head
 
 
 def head_target(folder: Path) -> str:
     """The name of the target that the head was trained for."""
     return str(_read_config(folder)["target"]["name"])
+
+
+def head_template_kwargs(folder: Path) -> dict[str, Any]:
+    """The keywords for the chat template that the head was trained with."""
+    return dict(_read_config(folder).get("meta", {}).get("template_kwargs", {}))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -67,9 +67,7 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size)
 
-    def forward(
-        self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend
-    ) -> Tensor:  # [B, T, H]
+    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [B, T, H]
         x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)  # [B, T, 2H]
         hidden = hidden + self.self_attn(x, positions, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
@@ -97,9 +95,7 @@ class UnrolledAttention:
         self._keys.append(key.repeat_interleave(groups, 1))
         self._values.append(value.repeat_interleave(groups, 1))
         if len(self._keys) == 1:
-            return F.scaled_dot_product_attention(
-                query, self._keys[0], self._values[0], attn_mask=~self._blocked
-            )
+            return F.scaled_dot_product_attention(query, self._keys[0], self._values[0], attn_mask=~self._blocked)
         scale = query.shape[-1] ** -0.5
         true = (query @ self._keys[0].transpose(2, 3) * scale).masked_fill(self._blocked, float("-inf"))
         own = [(query * k).sum(-1, keepdim=True) * scale for k in self._keys[1:]]  # each [B, N, T, 1]
@@ -160,14 +156,14 @@ class Eagle3(Head):
         self.fc.weight[:, -target.hidden_size :] += torch.eye(self.config.hidden_size, target.hidden_size)
         weights = dict(target.last_block.named_parameters())
         for name in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"):
-            _copy(layer.get_submodule(name).weight, weights.get(f"{name}.weight"))
+            _copy(layer.get_parameter(f"{name}.weight"), weights.get(f"{name}.weight"))
         for name in ("q_proj", "k_proj", "v_proj"):  # the hidden half of [embedding; hidden]
-            projection = layer.self_attn.get_submodule(name).weight
+            projection = layer.self_attn.get_parameter(f"{name}.weight")
             projection.normal_(std=0.01)
             _copy(projection[:, self.config.hidden_size :], weights.get(f"self_attn.{name}.weight"))
         for ours, theirs in (("hidden_norm", "input_layernorm"), ("post_attention_layernorm",) * 2):
             norm = getattr(target.last_block, theirs, None)
-            _copy(layer.get_submodule(ours).weight, target.norm_weight(norm))
+            _copy(layer.get_parameter(f"{ours}.weight"), target.norm_weight(norm))
 
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
         """Unrolled drafting: at step s row t reads token t+1+s and predicts token t+2+s, its hidden state the last step's."""
@@ -229,9 +225,7 @@ class Eagle3(Head):
 
         return grow(plan, fresh[-1], self._log_probabilities(hidden[0]), self.draft_ids(), deepen)
 
-    def _draft(
-        self, state: Eagle3State, hidden: Tensor, tokens: Tensor, at: Tensor, visible: Tensor
-    ) -> Tensor:
+    def _draft(self, state: Eagle3State, hidden: Tensor, tokens: Tensor, at: Tensor, visible: Tensor) -> Tensor:
         embedded = self.target.embed(tokens)[None]  # [1, n, H]
         return self.midlayer(embedded, hidden, at[None], CachedAttention(state.rows, visible))
 
@@ -268,15 +262,11 @@ def _resolve(c: Eagle3Config, target: Target) -> None:
     if c.loss not in ("soft_ce", "hard_ce"):
         raise UserError(f"head.options.loss {c.loss!r} is not soft_ce or hard_ce")
     if c.hidden_size not in (0, target.hidden_size):
-        raise UserError(
-            f"head.options.hidden_size {c.hidden_size} differs from the target's {target.hidden_size}"
-        )
+        raise UserError(f"head.options.hidden_size {c.hidden_size} differs from the target's {target.hidden_size}")
     c.hidden_size = target.hidden_size
     c.intermediate_size = c.intermediate_size or max(getattr(t, "intermediate_size", 0), c.hidden_size)
     c.num_attention_heads = c.num_attention_heads or t.num_attention_heads
-    c.num_key_value_heads = (
-        c.num_key_value_heads or getattr(t, "num_key_value_heads", 0) or c.num_attention_heads
-    )
+    c.num_key_value_heads = c.num_key_value_heads or getattr(t, "num_key_value_heads", 0) or c.num_attention_heads
     c.head_dim = c.head_dim or getattr(t, "head_dim", None) or c.hidden_size // c.num_attention_heads
     c.rms_norm_eps = c.rms_norm_eps or getattr(t, "rms_norm_eps", 1e-5)
     c.rope_theta = c.rope_theta or target.rope_theta

@@ -75,8 +75,8 @@ class Medusa(Head):
         rows = self.draft_ids()
         rows = torch.arange(self.draft_size, device=self.target.device) if rows is None else rows
         weight, _ = self.target.output_rows(rows)
-        for layer in self.lm_heads:
-            layer.weight.copy_(weight)
+        for layer in self.lm_heads.parameters():
+            layer.copy_(weight)
 
     def head_logits(self, hidden: Tensor, k: int) -> Tensor:  # [..., H] -> [..., D]
         state = self.blocks[k](hidden)
@@ -84,22 +84,19 @@ class Medusa(Head):
             return self.lm_heads[k](state)
         rows = self.draft_ids()
         if rows is None:
-            return F.linear(
-                state, *self.target.output_rows(torch.arange(self.draft_size, device=state.device))
-            )
+            return F.linear(state, *self.target.output_rows(torch.arange(self.draft_size, device=state.device)))
         return F.linear(state, *self.target.output_rows(rows))
 
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
         """Σ_k λ^k cross-entropy of head k, over rows whose token ahead(2 + k) is supervised and in the draft vocabulary."""
+        dtype = next(self.parameters()).dtype
         loss = out.hidden.new_zeros((), dtype=torch.float32)
-        correct = torch.zeros(
-            self.config.n_heads, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device
-        )
+        correct = torch.zeros(self.config.n_heads, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
         for k in range(self.config.n_heads):
             ids, supervised = ahead(batch, 2 + k)
             labels, inside = self.to_draft(ids)
             rows = supervised & inside  # [B, T]
-            logits = self.head_logits(out.hidden[rows].to(self.blocks[0][0].linear.weight.dtype), k)  # [n, D]
+            logits = self.head_logits(out.hidden[rows].to(dtype), k)  # [n, D]
             loss = loss + self.config.decay**k * hard_cross_entropy(logits, labels[rows])
             correct[k][rows] = logits.detach().argmax(-1) == labels[rows]
         return loss, Hits(correct, ahead(batch, 2)[1])
