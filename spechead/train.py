@@ -83,19 +83,23 @@ class Run:
     device: torch.device
 
 
-def train(recipe: Recipe) -> Path:
-    """Train as the recipe says and return the head's folder; goes on where an interrupted run of the same recipe was."""
+def train(recipe: Recipe, memory: FeatureMemory | None = None) -> Path:
+    """Train as the recipe says and return the head's folder; goes on where an interrupted run of the same recipe was.
+
+    `memory` may be shared by runs that tap the same layers of the same target for the same samples.
+    """
     out = Path(recipe.out)
     if (out / FINISHED).is_file():
         _refuse_other_recipe(recipe, read_json(out / FINISHED)["recipe"], out)
         print(f"{out} holds the finished run of this recipe; remove it to train anew")
         return out / "head"
-    run = set_up(recipe, start(choose_device(recipe.target.device)))
+    memory = memory or FeatureMemory(recipe.engine.feature_memory_gb)
+    run = set_up(recipe, start(choose_device(recipe.target.device)), memory)
     fit(run)
     return finish(run)
 
 
-def set_up(recipe: Recipe, ranks: Ranks) -> Run:
+def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
     """Seeds, target, data, head and engine."""
     torch.manual_seed(recipe.seed)
     random.seed(recipe.seed)
@@ -112,7 +116,7 @@ def set_up(recipe: Recipe, ranks: Ranks) -> Run:
     total = recipe.optim.total_steps(len(training))
     optim = recipe.optim
     engine = Engine(
-        TrainingModule(head, FeatureMemory(recipe.engine.feature_memory_gb)),
+        TrainingModule(head, memory),
         lr=optim.lr,
         betas=optim.betas,
         weight_decay=optim.weight_decay,

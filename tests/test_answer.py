@@ -125,6 +125,7 @@ def test_the_whole_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
     monkeypatch.setattr(answer, "Target", FakeTarget)
     monkeypatch.setattr(answer, "head_target", lambda folder: f"target of {folder}")
+    monkeypatch.setattr(answer, "head_template_kwargs", lambda _: {})
     monkeypatch.setattr(answer, "load_head", lambda folder, target, force: "head")
     monkeypatch.setattr(answer, "prompt_ids", encode)
     monkeypatch.setattr(answer, "generate", fake_generate)

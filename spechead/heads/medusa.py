@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from spechead.dataset import Batch
 from spechead.drafters.grow import grow
+from spechead.errors import UserError
 from spechead.heads.base import Head, Hits, ahead
 from spechead.losses import hard_cross_entropy
 from spechead.target import Target, TargetOutput
@@ -57,7 +58,7 @@ class Medusa(Head):
     Config = MedusaConfig
 
     def __init__(self, config: MedusaConfig, target: Target) -> None:
-        config.hidden_size = config.hidden_size or target.hidden_size
+        _resolve(config, target)
         super().__init__(config, target)
         self.layers = ()
         size = config.hidden_size
@@ -115,3 +116,14 @@ class Medusa(Head):
 
         first = self.head_logits(hidden, 0).float().log_softmax(-1)  # [1, D]
         return grow(plan.limited(self.max_depth), fresh[-1], first, self.draft_ids(), deepen)
+
+
+def _resolve(c: MedusaConfig, target: Target) -> None:
+    """Fill in what the target decides, and refuse what cannot be built."""
+    if c.output not in ("own", "shared"):
+        raise UserError(f"head.options.output {c.output!r} is not own or shared")
+    if c.n_heads < 1 or c.n_layers < 1:
+        raise UserError(f"head.options: n_heads {c.n_heads} and n_layers {c.n_layers} must be at least 1")
+    if c.hidden_size not in (0, target.hidden_size):
+        raise UserError(f"head.options.hidden_size {c.hidden_size} differs from the target's {target.hidden_size}")
+    c.hidden_size = target.hidden_size

@@ -1,0 +1,80 @@
+"""Which settings are worth having: train variants of a recipe for the same number of steps and compare what their drafts imply.
+
+    python eval/ablate.py --config eagle3-smollm2 --steps 600 --out eval/results/ablation.json
+
+Every variant changes the recipe in one place and sees the same samples in the same order. The number compared is the
+acceptance length of a chain that the held-out samples imply (`validation/acceptance_length` in the training log).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from spechead.cli import one_line_errors
+from spechead.evaluate import describe_machine
+from spechead.features import FeatureMemory
+from spechead.files import write_json
+from spechead.log import read_log
+from spechead.recipe import load_recipe
+from spechead.target import choose_device
+from spechead.train import train
+
+VARIANTS: dict[str, list[str]] = {
+    "the recipe": [],
+    "random initialisation": ["--head.init_from_target", "false"],
+    "half the rate": ["--optim.lr", "5e-4"],
+    "twice the rate": ["--optim.lr", "2e-3"],
+    "four samples a step": ["--optim.batch_size", "4", "--optim.steps", "{quarter}"],
+    "1 unrolled step": ["--head.options.steps", "1"],
+    "2 unrolled steps": ["--head.options.steps", "2"],
+    "5 unrolled steps": ["--head.options.steps", "5"],
+    "hard labels": ["--head.options.loss", "hard_ce"],
+    "draft vocabulary 4096": ["--head.options.draft_vocab_size", "4096"],
+    "draft vocabulary 16384": ["--head.options.draft_vocab_size", "16384"],
+    "taps 2, 15, 29": ["--head.options.layers", "[2,15,29]"],
+    "taps 10, 20, 29": ["--head.options.layers", "[10,20,29]"],
+}
+MEMORY_GB = 6.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="eagle3-smollm2", help="recipe that the variants change")
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of one sample")
+    parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=list(VARIANTS), help="variants to train")
+    parser.add_argument("--out", type=Path, default=Path("runs/ablation.json"), help="JSON file to write")
+    options = parser.parse_args()
+    memories: dict[str, FeatureMemory] = {}
+    results = {name: run(options.config, options.steps, VARIANTS[name], memories) for name in options.only}
+    machine = describe_machine(choose_device("auto"))
+    write_json(options.out, {"config": options.config, "steps": options.steps, "machine": machine, "variants": results})
+    width = max(map(len, results))
+    for name, found in results.items():
+        print(f"{name:<{width}}  {found['acceptance_length']:.3f} tokens per pass  {found['seconds']:.0f} s")
+
+
+def run(config: str, steps: int, changes: list[str], memories: dict[str, FeatureMemory]) -> dict[str, Any]:
+    """Train one variant in a scratch folder; the target's outputs are shared by variants with the same taps."""
+    flags = [word.format(quarter=steps // 4) for word in changes]
+    fixed = ["--log.validate_every", "0", "--log.checkpoint_every", "1000000", "--data.validation_share", "0.05"]
+    scratch = Path(tempfile.mkdtemp())
+    try:
+        recipe = load_recipe(config, ["--optim.steps", str(steps), *fixed, *flags, "--out", str(scratch / "run")])
+        taps = str(recipe.head.options.get("layers"))
+        start = time.monotonic()
+        train(recipe, memories.setdefault(taps, FeatureMemory(MEMORY_GB)))
+        last = read_log(scratch / "run")[-1]
+        found = {name.removeprefix("validation/"): last[name] for name in last if name.startswith("validation/")}
+        return found | {"flags": flags, "seconds": round(time.monotonic() - start, 1)}
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main()
