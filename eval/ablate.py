@@ -1,4 +1,6 @@
-"""Which settings are worth having: train variants of a recipe for the same number of steps and compare what their drafts imply.
+"""Which settings are worth having.
+
+Trains variants of a recipe for the same number of steps and compares what their drafts imply.
 
     python eval/ablate.py --config eagle3-smollm2 --steps 600 --out eval/results/ablation.json
 

@@ -1,7 +1,8 @@
 """The attention function that targets run with: torch's SDPA, keys and values shared inside a query group.
 
-transformers copies keys and values for every query group whenever an explicit mask is given, which makes the verification
-of a tree slower than it is. Knows nothing of trees; the caller brings the mask. Without a mask, several queries are causal.
+transformers copies keys and values for every query group whenever an explicit mask is given, which makes the
+verification of a tree slower than it is. Knows nothing of trees; the caller brings the mask. Without a mask, several
+queries are causal.
 
 Legend: B batch, N query heads, G key/value heads, Q queries, S keys, D head size.
 """

@@ -1,4 +1,4 @@
-"""Keys and values of committed tokens: storage that grows without copying itself at each pass, and drops rejected drafts.
+"""Keys and values of committed tokens: storage that grows without a copy at each pass, and drops rejected drafts.
 
 The only file that touches transformers' cache API. Knows nothing of trees beyond "these rows stay".
 

@@ -1,7 +1,7 @@
 """The embedded target: SmolLM2-135M-Instruct from an installed Python package, kept as a Hugging Face folder.
 
-The package carries the weights as one GGUF file (Q4_1). transformers de-quantises it once; the float32 folder stays in the
-user's cache, keyed by the file's hash. Knows nothing of how a target is used.
+The package carries the weights as one GGUF file (Q4_1). transformers de-quantises it once; the float32 folder stays in
+the user's cache, keyed by the file's hash. Knows nothing of how a target is used.
 """
 
 from __future__ import annotations

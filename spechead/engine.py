@@ -50,7 +50,10 @@ class Ranks:
 
 
 def start(device: torch.device) -> Ranks:
-    """Join the processes of torchrun; alone, fill in what torchrun would have set. A second run joins the same group."""
+    """Join the processes of torchrun; alone, fill in what torchrun would have set.
+
+    A second run joins the same group.
+    """
     if dist.is_initialized():
         return Ranks(dist.get_rank(), dist.get_world_size())
     if "RANK" not in os.environ:
@@ -72,7 +75,10 @@ def start(device: torch.device) -> Ranks:
 
 
 def learning_rate_factor(schedule: str, total: int, warmup_share: float, floor: float) -> Callable[[int], float]:
-    """step -> share of the peak rate: linear warm-up, then cosine, linear or constant down to `floor` at the last step."""
+    """step -> share of the peak rate.
+
+    Linear warm-up, then cosine, linear or constant down to `floor` at the last step.
+    """
     warmup = round(total * warmup_share)
 
     def factor(step: int) -> float:
@@ -134,8 +140,8 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of `loss`: the sum over ranks and micro steps is what the optimizer sees.
 
-        DeepSpeed divides by both counts, which is undone here, so that a loss divided by the global number of supervised
-        tokens stays divided by that alone.
+        DeepSpeed divides by both counts, which is undone here, so that a loss divided by the global number of
+        supervised tokens stays divided by that alone.
         """
         self._engine.backward(loss * (self.accumulation * self._engine.dp_world_size))
 

@@ -1,7 +1,7 @@
 """Remember the target's outputs of training samples, so that later epochs skip its forward.
 
-A frozen target gives the same features each epoch. They stay in memory up to a limit; what does not fit is computed again.
-Knows nothing of heads.
+A frozen target gives the same features each epoch. They stay in memory up to a limit; what does not fit is computed
+again. Knows nothing of heads.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def generate(
 ) -> Generation:
     """Decode behind `prompt` until an end-of-sequence token, a stop string or `max_new_tokens`.
 
-    `on_commit(tokens, accepted)` is called after the prefill with the first token and 0, then once a pass with its tokens,
-    of which the first `accepted` were drafts.
+    `on_commit(tokens, accepted)` is called after the prefill with the first token and 0, then once a pass with its
+    tokens, of which the first `accepted` were drafts.
     """
     cap = _cap(target, len(prompt), max_new_tokens)
     sampler = sampler or Sampler()

@@ -1,5 +1,7 @@
-"""Losses between a draft distribution and the target's. Sums over rows, never means: the trainer divides once by the number
-of supervised tokens over all ranks. Knows nothing of heads.
+"""Losses between a draft distribution and the target's.
+
+They are sums over rows, never means: the trainer divides once by the number of supervised tokens over all ranks.
+Knows nothing of heads.
 
 Legend: n rows, D draft vocabulary.
 """
@@ -16,6 +18,9 @@ def hard_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def soft_cross_entropy(logits: Tensor, teacher: Tensor) -> Tensor:
-    """Σ_rows -Σ_v p(v) log q(v), p = softmax(teacher) over the draft vocabulary (EAGLE-3, arXiv 2503.01840); both [n, D]."""
+    """Σ_rows -Σ_v p(v) log q(v), p = softmax(teacher) over the draft vocabulary; both [n, D].
+
+    The loss of EAGLE-3 (arXiv 2503.01840).
+    """
     p = teacher.float().softmax(-1)
     return -(p * logits.float().log_softmax(-1)).sum()

@@ -1,8 +1,8 @@
 """Linear layers whose weights are reordered once for the CPU's matrix units (oneDNN).
 
 On a CPU a stock linear layer reorders its weight in every call; with the weight packed once, a forward of a few tokens
-costs little more than one of a single token, which is what makes verifying a small tree nearly free. Plain decoding gains
-as much. Inference only. Knows nothing of models.
+costs little more than one of a single token, which is what makes verifying a small tree nearly free. Plain decoding
+gains as much. Inference only. Knows nothing of models.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Draw tokens from logits: greedy, or temperature, top-k and top-p with noise tied to the position in the text.
 
-The noise of a position depends on the seed and on the position alone (the Gumbel-max trick), so a sampled text is the same
-whether its tokens were decoded one by one or verified in a tree: sampling is checked by equality, as greedy decoding is.
-Knows nothing of trees.
+The noise of a position depends on the seed and on the position alone (the Gumbel-max trick), so a sampled text is the
+same whether its tokens were decoded one by one or verified in a tree: sampling is checked by equality, as greedy
+decoding is. Knows nothing of trees.
 
 Legend: N rows of logits, V vocabulary.
 """
@@ -20,7 +20,10 @@ _MIX_SEED, _MIX_POSITION, _MODULUS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 1 <
 
 
 def warp(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """Logits [N, V] under temperature, then top-k, then top-p; what is cut becomes -inf. Temperature 0 is not for here."""
+    """Logits [N, V] under temperature, then top-k, then top-p; what is cut becomes -inf.
+
+    Temperature 0 is not for here.
+    """
     logits = logits.float() / temperature
     if 0 < top_k < logits.shape[-1]:
         logits = logits.masked_fill(logits < logits.topk(top_k, -1).values[:, -1:], float("-inf"))

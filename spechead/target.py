@@ -1,7 +1,8 @@
-"""The target: any stock causal language model of transformers, frozen, giving hidden states, tapped features and logits.
+"""The target: any stock causal language model of transformers, frozen.
 
-The one file that loads transformers models. No modeling code is copied: forward hooks keep the tapped layers, and an explicit
-4-D mask with position ids describes a tree or packed documents. Knows nothing of heads, drafts or training.
+It gives hidden states, tapped features and logits. The one file that loads transformers models. No modeling code is
+copied: forward hooks keep the tapped layers, and an explicit 4-D mask with position ids describes a tree or packed
+documents. Knows nothing of heads, drafts or training.
 
 Legend: B batch, T new tokens, P tokens in the cache, H hidden size, K tapped layers, V vocabulary.
 """
@@ -46,8 +47,8 @@ class TargetOutput:
 class Target:
     """A frozen causal model with its tokenizer.
 
-    `layers` are indices into Hugging Face's `hidden_states`: 0 is the embedding, i the output of decoder layer i - 1, and the
-    last index is the state after the final norm.
+    `layers` are indices into Hugging Face's `hidden_states`: 0 is the embedding, i the output of decoder layer i - 1,
+    and the last index is the state after the final norm.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
@@ -117,8 +118,11 @@ class Target:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over every tensor's name, shape and evenly spaced values rounded to bfloat16, so that it is the same for
-        every dtype a model is loaded in; another fine-tuning of the same model differs."""
+        """sha256 over every tensor's name, shape and evenly spaced values.
+
+        The values are rounded to bfloat16, so that it is the same for every dtype a model is loaded in; another
+        fine-tuning of the same model differs.
+        """
         digest = hashlib.sha256()
         for name, weight in sorted(self.model.named_parameters()):
             flat = weight.detach().reshape(-1)
@@ -137,7 +141,10 @@ class Target:
         positions: Tensor | None = None,  # [B, T]; default: after the cache, one by one
         visible: Tensor | None = None,  # bool [B, T, T]: which of the new tokens each may see; default: causal
     ) -> TargetOutput:
-        """Run new tokens behind those of the cache, all of which they see (inside a sliding window, where there is one)."""
+        """Run new tokens behind those of the cache, all of which they see.
+
+        Where there is a sliding window, they see those inside it.
+        """
         past = cache.length if cache is not None else 0
         if positions is None:
             positions = torch.arange(past, past + ids.shape[1], device=ids.device).expand(ids.shape)  # [B, T]
@@ -221,7 +228,8 @@ class Target:
     def _masks(self, past: int, positions: Tensor, visible: Tensor | None) -> Any:
         """The 4-D mask(s) [B, 1, T, P+T]: the cache and the `visible` new tokens, cut by the window of sliding layers.
 
-        None where our attention function needs none: one new token, or a plain causal prefill, without a window in reach.
+        None where our attention function needs none: one new token, or a plain causal prefill, without a window in
+        reach.
         """
         window = getattr(self.config, "sliding_window", None)
         kinds = set(getattr(self.config, "layer_types", None) or ())

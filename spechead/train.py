@@ -204,10 +204,14 @@ class Window:
 
     @property
     def note(self) -> str:
-        return f"loss {self._loss / max(1, self._supervised):.2f}, {self._committed / max(1, self._passes):.2f} tokens/pass"
+        loss, length = self._loss / max(1, self._supervised), self._committed / max(1, self._passes)
+        return f"loss {loss:.2f}, {length:.2f} tokens/pass"
 
     def values(self, ranks: Ranks) -> dict[str, float]:
-        """Loss per supervised token, accuracy by depth, the acceptance length they imply, and the rate; then starts anew."""
+        """Loss per supervised token, accuracy by depth, the acceptance length they imply, and the rate.
+
+        Then starts anew.
+        """
         correct = self._correct if self._correct is not None else torch.zeros(0)
         sums = torch.tensor(
             [
@@ -284,8 +288,8 @@ def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> tuple[list[Sample
         foreign = sum(row.get("meta", {}).get("target") != target.name for row in conversations)
         if foreign:
             print(
-                f"data: {foreign} of {len(conversations)} answers are not marked as written by {target.name}; a head learns "
-                "most from the target's own answers (spechead data synthesize)"
+                f"data: {foreign} of {len(conversations)} answers are not marked as written by {target.name}; "
+                "a head learns most from the target's own answers (spechead data synthesize)"
             )
     training, validation = split_validation(samples.items, recipe.data.validation_share, recipe.seed)
     if not training:
@@ -333,7 +337,8 @@ def _refuse_not_finite(loss: Tensor, step: int, batch: Batch, head: Head) -> Non
     bad = [name for name, p in head.named_parameters() if not torch.isfinite(p).all()]
     where = f"parameter {bad[0]}" if bad else "an activation"
     raise UserError(
-        f"step {step}: the loss is {float(loss.detach())} on conversation(s) {batch.rows}; the first bad tensor is {where}. "
+        f"step {step}: the loss is {float(loss.detach())} on conversation(s) {batch.rows}; "
+        f"the first bad tensor is {where}. "
         "Lower optim.lr, or look at the conversation with `spechead data inspect`"
     )
 

@@ -1,7 +1,7 @@
 """Trees of draft tokens, and the plans they are grown by.
 
-Node 0 is the last committed token; every other node is a draft whose parent comes before it. A chain is a tree. Knows nothing
-of models or of how the drafts were found.
+Node 0 is the last committed token; every other node is a draft whose parent comes before it. A chain is a tree. Knows
+nothing of models or of how the drafts were found.
 
 Legend: N nodes of a tree, the root included.
 """
@@ -61,7 +61,10 @@ class Tree:
 
 @dataclass(frozen=True)
 class Static:
-    """The same shape at each pass: a node is the tuple of ranks that leads to it (Medusa's tree choices, arXiv 2401.10774)."""
+    """The same shape at each pass (Medusa's tree choices, arXiv 2401.10774).
+
+    A node is the tuple of ranks that leads to it.
+    """
 
     choices: tuple[tuple[int, ...], ...]
 
@@ -97,7 +100,7 @@ class Static:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """EAGLE-2's tree (arXiv 2406.16858): beam expansion by cumulative draft probability, then the best nodes are kept."""
+    """EAGLE-2's tree (arXiv 2406.16858): beam expansion by cumulative draft probability, then the best nodes stay."""
 
     nodes: int  # drafts kept, the root not counted
     depth: int

@@ -21,10 +21,10 @@ class Accepted:
 def accept(tree: Tree, drawn: Tensor) -> Accepted:
     """Follow the target's own draw: from the root, go to the child that carries the token drawn at the current node.
 
-    `drawn` int64 [N] holds at each node one token drawn from the target's distribution behind that node (greedy: its argmax).
-    The token that no child carries is the bonus. The draw never looks at the drafts, so whatever was drafted, the text is a
-    plain decoding's. For a deterministic draft x this accepts with p(x), else the bonus follows p with x removed and
-    renormalised: the rule of EAGLE-2 and -3 in one step.
+    `drawn` int64 [N] holds at each node one token drawn from the target's distribution behind that node (greedy: its
+    argmax). The token that no child carries is the bonus. The draw never looks at the drafts, so whatever was drafted,
+    the text is a plain decoding's. For a deterministic draft x this accepts with p(x), else the bonus follows p with x
+    removed and renormalised: the rule of EAGLE-2 and -3 in one step.
     """
     tokens, parents, choice = torch.stack([tree.tokens, tree.parents, drawn]).tolist()  # one synchronisation
     path, committed = [0], [choice[0]]

@@ -1,4 +1,4 @@
-"""Every head of HEADS on tiny targets: alignment, training equals drafting, overfitting, losslessness, save and load."""
+"""Every head of HEADS on tiny targets: alignment, training equals drafting, overfitting, losslessness, saving."""
 
 from __future__ import annotations
 
@@ -90,10 +90,8 @@ def test_alignment_by_hand() -> None:
 
 def test_alignment_over_two_turns_and_two_documents() -> None:
     turns = one_row([0, 1, 1, 0, 0, 1])
-    assert pairs(turns, 2) == [
-        (0, 12),
-        (3, 15),
-    ]  # row 0 predicts 12, row 3 predicts 15; 11 has no row two before
+    # row 0 predicts 12, row 3 predicts 15; 11 has no row two before
+    assert pairs(turns, 2) == [(0, 12), (3, 15)]
     packed = one_row([0, 1, 1, 0, 1, 1], [0, 0, 0, 1, 1, 1])
     assert pairs(packed, 1) == [(0, 11), (1, 12), (3, 14), (4, 15)]
     assert pairs(packed, 2) == [(0, 12), (3, 15)]  # row 2 would predict across the border
@@ -137,7 +135,7 @@ def test_a_fresh_medusa_head_repeats_the_targets_next_token(target: Target) -> N
             assert torch.allclose(head.head_logits(out.hidden, k), target.logits(out.hidden), atol=1e-5)
 
 
-# ------------------------------------------------------------------------------------------------ training equals drafting
+# ------------------------------------------------------------------------------------------------ training = drafting
 
 
 def test_unrolled_steps_equal_real_drafting(target: Target) -> None:
@@ -161,7 +159,7 @@ def test_unrolled_steps_equal_real_drafting(target: Target) -> None:
         drafted = []
         original = head._log_probabilities
 
-        def spy(h: torch.Tensor, seen: list = drafted, real=original) -> torch.Tensor:
+        def spy(h: torch.Tensor, seen: list = drafted, real=original, row: int = row) -> torch.Tensor:
             seen.append(real(h)[0])
             forced = torch.full((1, head.draft_size), -50.0)  # draft the text's own next token, as training feeds it
             label = int(head.to_draft(text.ids[row + 1 + len(seen)])[0])

@@ -1,4 +1,7 @@
-"""Training on a tiny target: two processes equal one, a killed run resumes bit-exactly, weights move, bad runs are refused."""
+"""Training on a tiny target.
+
+Two processes equal one, a killed run resumes bit-exactly, weights move, bad runs are refused.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,8 @@ from spechead.target import Target
 from spechead.train import train
 
 ROOT = Path(__file__).parent.parent
-RENDEZVOUS = {
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-}  # set by training in this process
+# Set by training in this process
+RENDEZVOUS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 SMALL = {"eagle3": {"draft_vocab_size": 64, "steps": 2}, "medusa": {"draft_vocab_size": 64, "n_heads": 2}}
 
 

@@ -15,7 +15,10 @@ from spechead.tree import Plan, Tree
 
 
 class Drafter(Protocol):
-    """Proposes a tree. `layers` are the target's layers it wants in `out.features`; `tree` its plan where none is asked."""
+    """Proposes a tree.
+
+    `layers` are the target's layers it wants in `out.features`; `tree` is its plan where none is asked.
+    """
 
     layers: Sequence[int]
     tree: Plan
@@ -24,8 +27,9 @@ class Drafter(Protocol):
         """What the drafter remembers of one text, at its beginning; prompt int64 [P]."""
 
     def propose(self, state: Any, fresh: Tensor, out: TargetOutput, plan: Plan) -> Tree:
-        """Draft behind `fresh` int64 [n], the tokens just committed; `out` holds the target's rows [1, n, ...] before them.
+        """Draft behind `fresh` int64 [n], the tokens just committed.
 
-        Row i of `out` is the position whose next token is fresh[i]. The first call brings the whole prompt but its first
-        token, and the first new token: rows 0..P-1. The root of the tree is fresh[-1].
+        `out` holds the target's rows [1, n, ...] before them: row i is the position whose next token is fresh[i]. The
+        first call brings the whole prompt but its first token, and the first new token: rows 0..P-1. The root of the
+        tree is fresh[-1].
         """

@@ -13,10 +13,10 @@ from torch import Tensor
 from spechead.tree import Dynamic, Plan, Static, Tree
 
 Deepen = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""deepen(tokens [n], parents [n], visible bool [n, m+n]) -> log-probabilities [n, D] (or [1, D]: the same for all rows).
+"""deepen(tokens [n], parents [n], visible bool [n, m+n]) -> log-probabilities [n, D], or [1, D]: one for all rows.
 
-Rows are numbered in the order in which they are expanded, over all levels: `parents` are such numbers (-1: the root), and
-`visible` tells which rows, itself included, each new row may attend to.
+Rows are numbered in the order in which they are expanded, over all levels: `parents` are such numbers (-1: the root),
+and `visible` tells which rows, itself included, each new row may attend to.
 """
 
 

@@ -51,8 +51,8 @@ def load_head(folder: Path, target: Target, *, force: bool = False) -> Head:
     config = _read_config(folder)
     if config["target"]["fingerprint"] != target.fingerprint and not force:
         raise UserError(
-            f"head {folder} was trained for target {config['target']['name']!r}; the weights of {target.name!r} differ. "
-            "Use that target, or --force to try it all the same"
+            f"head {folder} was trained for target {config['target']['name']!r}; the weights of {target.name!r} "
+            "differ. Use that target, or --force to try it all the same"
         )
     kind = HEADS[config["kind"]]
     known = {field.name for field in fields(kind.Config)}

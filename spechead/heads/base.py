@@ -1,4 +1,4 @@
-"""What every trained head shares: its configuration, its draft vocabulary, and the one function that aligns rows and labels.
+"""What every trained head shares: configuration, draft vocabulary, and the one function that aligns rows and labels.
 
 A head is a drafter that is trained. Knows nothing of optimizers, files or templates.
 
@@ -38,8 +38,8 @@ def ahead(batch: Batch, n: int) -> tuple[Tensor, Tensor]:
         ahead(2)       x2   x3   x4   -    -     label of Medusa head 0, and of EAGLE's first draft
         ahead(2 + k)   ...                       label of Medusa head k, and of EAGLE's draft of depth k + 1
 
-    A row counts exactly when the token it is to predict is an assistant's and lies in the same document; the supervision is
-    shifted with the tokens.
+    A row counts exactly when the token it is to predict is an assistant's and lies in the same document; the
+    supervision is shifted with the tokens.
     """
     width = batch.ids.shape[1]
     ids = nn.functional.pad(batch.ids, (0, n))[:, n:][:, :width]

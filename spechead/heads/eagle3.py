@@ -1,10 +1,10 @@
-"""EAGLE-3 (arXiv 2503.01840): one decoder layer that drafts autoregressively from fused features of three target layers.
+"""EAGLE-3 (arXiv 2503.01840): one decoder layer drafts autoregressively from fused features of three target layers.
 
-Row t holds the fused feature of token t beside the embedding of token t+1 and predicts token t+2. Trained by unrolling its
-own drafting ("training-time test"), so that training and drafting see the same inputs.
+Row t holds the fused feature of token t beside the embedding of token t+1 and predicts token t+2. Trained by unrolling
+its own drafting ("training-time test"), so that training and drafting see the same inputs.
 
-Legend: B batch, T rows, K tapped layers, H hidden size, D draft vocabulary, N/G query/key heads, C head size, n positions,
-m rows drafted before, S rows stored.
+Legend: B batch, T rows, K tapped layers, H hidden size, D draft vocabulary, N/G query/key heads, C head size,
+n positions, m rows drafted before, S rows stored.
 """
 
 from __future__ import annotations
@@ -74,13 +74,15 @@ class _Layer(nn.Module):
 
 
 class UnrolledAttention:
-    """The attention pattern of training: step 0 is causal; in step s row t sees the true rows up to t, then its own drafts.
+    """The attention pattern of training.
+
+    Step 0 is causal; in step s row t sees the true rows up to t, then its own drafts.
 
         keys       step 0: rows 0..t       steps 1..s: row t only       (s = 2, row 2)
                    k0 k1 k2 .  .  .        k2'  k2''
 
-    These are the keys of a real draft of depth s + 1 started behind row t: committed rows from true features, then the chain
-    of its own guesses. Queries and keys of step s are rotated by position + s.
+    These are the keys of a real draft of depth s + 1 started behind row t: committed rows from true features, then the
+    chain of its own guesses. Queries and keys of step s are rotated by position + s.
     """
 
     def __init__(self, document: Tensor) -> None:  # [B, T]
@@ -123,7 +125,10 @@ class CachedAttention:
 
 @dataclass
 class Eagle3State:
-    """What the head remembers of one text: keys and values of all committed rows, made from the target's true features."""
+    """What the head remembers of one text.
+
+    Keys and values of all committed rows, made from the target's true features.
+    """
 
     rows: Rows = field(default_factory=Rows)
     committed: int = 0  # rows that are committed; those behind are guesses of the last proposal
@@ -146,7 +151,10 @@ class Eagle3(Head):
 
     @torch.no_grad()
     def init_from_target(self) -> None:
-        """Output rows, final norm and last decoder layer start as the target's; the fusion passes the highest tap through."""
+        """Output rows, final norm and last decoder layer start as the target's.
+
+        The fusion passes the highest tap through.
+        """
         target, layer = self.target, self.midlayer
         rows = self.draft_ids()
         rows = torch.arange(self.draft_size, device=target.device) if rows is None else rows
@@ -166,7 +174,10 @@ class Eagle3(Head):
             _copy(layer.get_parameter(f"{ours}.weight"), target.norm_weight(norm))
 
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
-        """Unrolled drafting: at step s row t reads token t+1+s and predicts token t+2+s, its hidden state the last step's."""
+        """Unrolled drafting: at step s row t reads token t+1+s and predicts token t+2+s.
+
+        Its hidden state is the last step's.
+        """
         hidden = self.fc(out.features.to(self.norm.weight.dtype))  # [B, T, H]
         attend = UnrolledAttention(batch.document)
         loss = hidden.new_zeros((), dtype=torch.float32)
@@ -205,7 +216,10 @@ class Eagle3(Head):
 
     @torch.no_grad()
     def propose(self, state: Eagle3State, fresh: Tensor, out: TargetOutput, plan: Plan) -> Tree:
-        """Commit the rows of `fresh` with the target's true features, forget old guesses, grow a tree behind the last row."""
+        """Commit the rows of `fresh`, forget old guesses, and grow a tree behind the last row.
+
+        The committed rows are made from the target's true features.
+        """
         committed, new = state.committed, fresh.shape[0]
         state.rows.keep(committed, None, committed)
         visible = torch.ones(new, committed + new, dtype=torch.bool, device=fresh.device).tril(committed)
@@ -257,7 +271,8 @@ def _resolve(c: Eagle3Config, target: Target) -> None:
     c.layers = list(c.layers) or [2, layers // 2, layers - 3]
     if len(set(c.layers)) < len(c.layers) or min(c.layers) < 0 or max(c.layers) > layers:
         raise UserError(
-            f"head.options.layers {c.layers}: needs distinct indices from 0 to {layers} (the target has {layers} layers)"
+            f"head.options.layers {c.layers}: needs distinct indices from 0 to {layers} "
+            f"(the target has {layers} layers)"
         )
     if c.loss not in ("soft_ce", "hard_ce"):
         raise UserError(f"head.options.loss {c.loss!r} is not soft_ce or hard_ce")

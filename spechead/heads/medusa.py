@@ -1,4 +1,6 @@
-"""Medusa-1 (arXiv 2401.10774): K parallel heads on the last hidden state; head k predicts the token k + 2 places further on.
+"""Medusa-1 (arXiv 2401.10774): K parallel heads on the last hidden state.
+
+Head k predicts the token k + 2 places further on.
 
 Legend: B batch, T rows, K heads, H hidden size, D draft vocabulary, n positions.
 """
@@ -89,7 +91,10 @@ class Medusa(Head):
         return F.linear(state, *self.target.output_rows(rows))
 
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
-        """Σ_k λ^k cross-entropy of head k, over rows whose token ahead(2 + k) is supervised and in the draft vocabulary."""
+        """Σ_k λ^k cross-entropy of head k.
+
+        It runs over the rows whose token ahead(2 + k) is supervised and in the draft vocabulary.
+        """
         dtype = next(self.parameters()).dtype
         loss = out.hidden.new_zeros((), dtype=torch.float32)
         correct = torch.zeros(self.config.n_heads, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
