@@ -62,7 +62,7 @@ def _softcapped(
         hidden = torch.ones(size, dtype=torch.bool, device=query.device).triu(1)
         scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
     if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
     return (weights @ value).transpose(1, 2).contiguous()
 

@@ -9,7 +9,6 @@ Legend: B rows still writing, T tokens so far (padding included), V vocabulary.
 import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -94,7 +93,7 @@ def continue_batch(
             break
         if len(rows) - len(alive) >= LEAVE_SHARE * len(rows):
             index = torch.tensor(alive, device=device)
-            select_rows(cache, index)
+            cache.select(index)
             rows, tokens, mask = [rows[i] for i in alive], tokens[index], mask[index]
         ids = tokens[:, None]  # [B, 1]
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], -1)
@@ -111,10 +110,3 @@ def pad_left(prompts: Sequence[Sequence[int]], device: torch.device) -> tuple[Te
         ids[row, width - len(prompt) :] = torch.tensor(prompt, dtype=torch.long)
         mask[row, width - len(prompt) :] = 1
     return ids.to(device), mask.to(device)
-
-
-def select_rows(cache: KVCache, index: Tensor) -> None:
-    """Keep the batch rows `index` of a cache."""
-    for layer in cast(list[Any], cache.layers):
-        rows = layer.rows
-        rows._keys, rows._values = rows._keys[index], rows._values[index]

@@ -43,6 +43,11 @@ class Rows:
             self._values[:, :, past:length] = self._values[:, :, past + path]
         self.length = length
 
+    def select(self, index: Tensor) -> None:
+        """Keep the batch rows `index` [n]."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = self._keys[index], self._values[index]
+
     def _grown(self, old: Tensor | None, new: Tensor, needed: int) -> Tensor:
         capacity = max(_FIRST_CAPACITY, 2 * needed)
         batch, heads, _, size = new.shape
@@ -87,6 +92,11 @@ class KVCache(Cache):
             moved = torch.tensor(path, device=self.layers[0].device)
         for layer in self.layers:
             layer.rows.keep(past, moved, past + len(path))
+
+    def select(self, index: Tensor) -> None:
+        """Keep the batch rows `index` [n]."""
+        for layer in self.layers:
+            layer.rows.select(index)
 
     def crop(self, length: int) -> None:
         """Forget all tokens from position `length` on."""

@@ -5,7 +5,7 @@ Look at this before training: a wrong mask trains without complaint. Knows nothi
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
@@ -14,7 +14,7 @@ from rich.text import Text
 
 from spechead.dataset import Conversation, Sample, Samples, build_samples, read_conversations, written_by
 from spechead.errors import UserError
-from spechead.target import Target
+from spechead.target import load_tokenizer
 
 SUPERVISED_STYLE = "black on color(114)"
 
@@ -33,6 +33,8 @@ class InspectOptions:
     """Samples to print, spread over the file."""
     limit: int = 0
     """Conversations to read; 0 for all."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keywords for the chat template, such as {enable_thinking: false}."""
     trust_remote_code: bool = False
     """Let a hub model run its own Python code."""
 
@@ -43,10 +45,8 @@ def inspect(options: InspectOptions, console: Console | None = None) -> dict[str
         raise UserError("--max-length must be at least 1, --show and --limit at least 0")
     console = console or Console(highlight=False, soft_wrap=True)
     conversations = read_conversations(options.file, options.limit)
-    tokenizer = Target.load(
-        options.target, device="cpu", trust_remote_code=options.trust_remote_code, pack=False
-    ).tokenizer
-    samples = build_samples(conversations, tokenizer, options.max_length)
+    tokenizer = load_tokenizer(options.target, trust_remote_code=options.trust_remote_code)
+    samples = build_samples(conversations, tokenizer, options.max_length, options.template_kwargs)
     for sample in spread(samples.items, options.show):
         kind = (conversations[sample.row].get("meta") or {}).get("kind", "no kind")
         console.rule(f"conversation {sample.row}, {kind}, {len(sample.ids)} tokens")

@@ -11,7 +11,7 @@ import json
 import random
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ class SynthesizeOptions:
     """float32, bfloat16, float16; auto is bfloat16 where the processor multiplies it natively."""
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, ..."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keywords for the chat template, such as {enable_thinking: false}."""
     trust_remote_code: bool = False
     """Let a hub model run its own Python code."""
     exclude: str = ""
@@ -152,7 +154,9 @@ class Writer:
         self, options: SynthesizeOptions, target: Target, weights: dict[str, float], progress: Progress
     ) -> None:
         self.options, self.target, self.weights, self.progress = options, target, weights, progress
-        self.steerings = {kind: steering(target.tokenizer, KINDS[kind].system) for kind in weights}
+        self.steerings = {
+            kind: steering(target.tokenizer, KINDS[kind].system, options.template_kwargs) for kind in weights
+        }
         # The token that ends a user's turn need not be one that ends an answer.
         self.prompt_stops = target.eos_ids | {
             token for s in self.steerings.values() for token in first_special(target.tokenizer, s.closing)
@@ -200,7 +204,7 @@ class Writer:
         """Conversations whose answers passed the filters, in the order of the prompts."""
         draw = Draw(self.options.temperature, self.options.top_k, self.options.top_p)
         texts = [
-            chat.render(self.target.tokenizer, [{"role": "user", "content": prompt}], generate=True)
+            chat.prompt_text(self.target.tokenizer, [{"role": "user", "content": prompt}], self.options.template_kwargs)
             for _, prompt in prompts
         ]
         cap, seed = self.options.max_new_tokens, chooser.getrandbits(60)
@@ -251,15 +255,16 @@ class Writer:
 # ------------------------------------------------------------------------------------------------ steering
 
 
-def steering(tokenizer: Any, system: str) -> Steering:
+def steering(tokenizer: Any, system: str, template_kwargs: dict[str, Any] | None = None) -> Steering:
     """Find the opening and the closing of a user turn in any template, around a text found nowhere else."""
     user = {"role": "user", "content": chat.SENTINEL}
     messages = [{"role": "system", "content": system}, user] if system else [user]
     try:
-        text = chat.render(tokenizer, messages)
+        text = chat.render(tokenizer, messages, template_kwargs)
     except UserError:
         # Templates without a system turn refuse it: what it says then opens the user turn.
-        text = chat.render(tokenizer, [{"role": "user", "content": f"{system}\n\n{chat.SENTINEL}"}])
+        joined = [{"role": "user", "content": f"{system}\n\n{chat.SENTINEL}"}]
+        text = chat.render(tokenizer, joined, template_kwargs)
     opening, found, closing = text.partition(chat.SENTINEL)
     if not found:
         raise UserError("the chat template of the target does not show what the user says")

@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -89,20 +90,15 @@ class Target:
     ) -> Target:
         """Load `smollm2-135m` (embedded), a local folder or a hub id. `pack`: for decoding on a CPU, see packed.py."""
         transformers_logging.disable_progress_bar()
-        where = str(embedded.embedded_folder()) if name == embedded.NAME else name
         chosen = choose_device(device)
         if dtype not in DTYPES:
             raise UserError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
-        try:
+        with _loading(name):
             model: Any = AutoModelForCausalLM.from_pretrained(
-                where, dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
+                _source(name), dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
             )
             model.to(chosen)
-            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust_remote_code)
-        except (OSError, ValueError, ImportError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            known = "" if Path(name).is_dir() else f" (a folder, a hub id or {embedded.NAME!r} is expected)"
-            raise UserError(f"target {name!r} cannot be loaded{known}: {first}") from error
+        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         target = cls(model, tokenizer, name)
         if pack:
             target.pack()
@@ -296,6 +292,27 @@ class _Taps:
             self._kept[layer] = output[0] if isinstance(output, tuple) else output
 
         return keep
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a target, without its weights."""
+    with _loading(name):
+        return AutoTokenizer.from_pretrained(_source(name), trust_remote_code=trust_remote_code)
+
+
+def _source(name: str) -> str:
+    return str(embedded.embedded_folder()) if name == embedded.NAME else name
+
+
+@contextmanager
+def _loading(name: str) -> Iterator[None]:
+    """Turn the many ways in which a name can be wrong into one line."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        known = "" if Path(name).is_dir() else f" (a folder, a hub id or {embedded.NAME!r} is expected)"
+        raise UserError(f"target {name!r} cannot be loaded{known}: {first}") from error
 
 
 def native_bfloat16(device: torch.device) -> bool:

@@ -80,12 +80,14 @@ def make_toy_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_target(family: str = "llama", *, seed: int = 0, pack: bool = False) -> Target:
-    """A random target with weights large enough that its text is not constant."""
+    """A random target with weights large enough that its text is not constant, and that does not end by itself."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(FAMILIES[family]())
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[2] = 0  # a greedy text does not end by chance
     target = Target(model, make_toy_tokenizer(), f"tiny-{family}")
     if pack:
         target.pack()

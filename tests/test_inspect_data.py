@@ -17,7 +17,7 @@ from spechead.inspect_data import InspectOptions, inspect, spread
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     target = make_target()
-    monkeypatch.setattr(module.Target, "load", classmethod(lambda cls, name, **_: target))
+    monkeypatch.setattr(module, "load_tokenizer", lambda name, **_: target.tokenizer)
     ids = target.tokenizer.convert_ids_to_tokens
     monkeypatch.setattr(target.tokenizer, "decode", lambda tokens, **_: "".join(ids(tokens)))
     answers = ["Yo", "Yes [bold]", "", "Fine" * 30]
