@@ -6,9 +6,9 @@ nothing of chats or files, and its tokens are not promised to be bit-equal to `g
 Legend: B rows still writing, T tokens so far (padding included), V vocabulary.
 """
 
-import inspect
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,17 +69,15 @@ def continue_batch(
     written = [Written() for _ in prompts]
     if not prompts:
         return written
-    device = torch.device(str(target.device))
+    device = target.device
     generator = torch.Generator(device).manual_seed(seed)
     ids, mask = pad_left(prompts, device)  # [B, T]
     rows = list(range(len(prompts)))
-    decoder = target.model.get_decoder()
     cache = KVCache()
-    names = inspect.signature(decoder.forward).parameters
-    keyword = "cache" if "cache" in names else "past_key_values"
     positions = (mask.cumsum(-1) - 1).clamp(min=0)  # [B, T]
     for _ in range(max_new_tokens):
-        out = decoder(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, **{keyword: cache})
+        known: dict[str, Any] = {target.cache_keyword: cache, "use_cache": True}
+        out = target.decoder(input_ids=ids, attention_mask=mask, position_ids=positions, **known)
         tokens = draw(target.logits(out.last_hidden_state[:, -1]), generator)  # [B]
         for row, token in zip(rows, tokens.tolist(), strict=True):
             if written[row].finished:

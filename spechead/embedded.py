@@ -71,7 +71,10 @@ def _convert(source: Path, folder: Path) -> None:
         model.hf_quantizer = None  # type: ignore[assignment]
         model.save_pretrained(scratch)
         AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(scratch)
-        if not folder.is_dir():  # another process may have finished first
+        try:
             scratch.replace(folder)
+        except OSError:
+            if not folder.is_dir():  # else another process has finished first
+                raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

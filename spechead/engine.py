@@ -33,16 +33,19 @@ class Ranks:
 
     rank: int
     world: int
+    device: torch.device
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum of `values` over all ranks."""
-        if self.world > 1:
-            dist.all_reduce(values)
-        return values
+        """The sum of `values` (on the CPU) over all ranks; the group may only know the accelerator."""
+        if self.world == 1:
+            return values
+        there = values.to(self.device)
+        dist.all_reduce(there)
+        return there.cpu()
 
     def barrier(self) -> None:
         if self.world > 1:
@@ -55,11 +58,11 @@ def start(device: torch.device) -> Ranks:
     A second run joins the same group.
     """
     if dist.is_initialized():
-        return Ranks(dist.get_rank(), dist.get_world_size())
+        return Ranks(dist.get_rank(), dist.get_world_size(), device)
     if "RANK" not in os.environ:
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        alone = {"RANK": "0", "LOCAL_RANK": str(device.index or 0), "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
         os.environ.update(alone | {"MASTER_PORT": str(_free_port())})
-    _quieten()
+    _quieten(device)
     import deepspeed
     import deepspeed.ops
 
@@ -71,7 +74,7 @@ def start(device: torch.device) -> Ranks:
     atexit.register(dist.destroy_process_group)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return Ranks(dist.get_rank(), dist.get_world_size())
+    return Ranks(dist.get_rank(), dist.get_world_size(), device)
 
 
 def learning_rate_factor(schedule: str, total: int, warmup_share: float, floor: float) -> Callable[[int], float]:
@@ -130,6 +133,7 @@ class Engine:
             },
         )
         self.module, self.accumulation = module, accumulation
+        self.lr = self.grad_norm = math.nan  # of the last step
 
     def __call__(self, *inputs: Any) -> Any:
         return self._engine(*inputs)
@@ -147,16 +151,18 @@ class Engine:
 
     def step(self) -> None:
         """After each backward; the optimizer moves when the accumulation is complete."""
+        self.lr = float(self._engine.get_lr()[0])
+        grads = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        own = nn.utils.get_total_norm(grads) if grads else None  # what DeepSpeed does not tell without ZeRO in float32
         self._engine.step()
-
-    @property
-    def lr(self) -> float:
-        return float(self._engine.get_lr()[0])
-
-    @property
-    def grad_norm(self) -> float:
         norm = self._engine.get_global_grad_norm()
-        return float(norm) if norm is not None else math.nan
+        norm = own if norm is None else norm
+        self.grad_norm = math.nan if norm is None else float(norm)
+
+    @property
+    def skipped(self) -> int:
+        """Steps that DeepSpeed left out because a gradient was not finite."""
+        return int(self._engine.skipped_steps)
 
     def master_weights(self) -> dict[str, Tensor]:
         """float32 masters of every parameter, and the buffers; collective: every rank must call it."""
@@ -202,9 +208,9 @@ class Engine:
                 shutil.rmtree(old)
         ranks.barrier()
 
-    def load(self, checkpoint: Path) -> dict[str, Any]:
-        """Weights, optimizer, schedule and random state from a folder that `save` wrote; returns the saved state."""
-        _, client = self._engine.load_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    def load(self, folder: Path, step: int) -> dict[str, Any]:
+        """Weights, optimizer, schedule and random state of `folder`/step-N; returns the state that `save` was given."""
+        _, client = self._engine.load_checkpoint(str(folder), tag=f"{_STEP}{step:08d}")
         torch.set_rng_state(client["rng"])
         random.setstate(client["python_rng"])
         return client
@@ -215,15 +221,20 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob(f"{_STEP}*") if path.is_dir()) if folder.is_dir() else []
 
 
+def step_of(checkpoint: Path) -> int:
+    """The optimizer step after which a checkpoint was written."""
+    return int(checkpoint.name.removeprefix(_STEP))
+
+
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _quieten() -> None:
+def _quieten(device: torch.device) -> None:
     """DeepSpeed tells everything it does; errors are enough."""
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
+    os.environ["DS_ACCELERATOR"] = device.type
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "ERROR")
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     from deepspeed.utils import logger

@@ -91,6 +91,8 @@ class Question:
 
 def evaluate(options: EvalOptions) -> dict[str, Any]:
     """The whole measurement: returns the report, which is then on disk and on the console."""
+    if not options.out and not Path(options.head).is_dir():  # else a mistyped name would become a folder
+        raise UserError(f"no head at {options.head}: a folder that training wrote is expected")
     out = Path(options.out) if options.out else default_folder(Path(options.head))
     file = Path(options.prompts) if options.prompts else shipped(DEFAULT_PROMPTS)
     _check(options)

@@ -120,7 +120,7 @@ def _propose(
 ) -> Tree:
     """The drafter's tree, without drafts that could not be committed any more (`room` tokens besides the bonus)."""
     if drafter is None or plan is None or room < 1:
-        return Tree(fresh[-1:], torch.full((1,), -1, device=fresh.device))
+        return Tree.root(fresh[-1:])
     return drafter.propose(state, fresh, out, plan).pruned(room)
 
 

@@ -25,7 +25,7 @@ class Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """All prompts of a JSONL file; a UserError names the file and the line that is not one."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
     except OSError as error:
         raise UserError(f"cannot read the prompts {path}: {reason(error)}") from error
     except UnicodeDecodeError as error:

@@ -66,16 +66,17 @@ class Target:
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
         self.eos_ids = _eos_ids(model, tokenizer)
         self.packed = False
-        self._decoder = _decoder(model)
-        self._blocks = _blocks(self._decoder, self.n_layers, name)
+        self.decoder = _decoder(model)
+        self._blocks = _blocks(self.decoder, self.n_layers, name)
         self._output = model.get_output_embeddings()
         self._output_weight, self._output_bias = self._output.weight, getattr(self._output, "bias", None)
         self._held_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
-        parameters = inspect.signature(self._decoder.forward).parameters
-        self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
+        parameters = inspect.signature(self.decoder.forward).parameters
+        self.cache_keyword = "cache" if "cache" in parameters else "past_key_values"
         softcapped = getattr(self.config, "attn_logit_softcapping", None)  # SDPA cannot, our function can
         self._shared_attention = bool(getattr(model, "_supports_sdpa", False) or softcapped)
         model.set_attn_implementation(attention.NAME if self._shared_attention else "eager")
+        self._refuse_unknown_layers()
         self._check_logits()
 
     @classmethod
@@ -95,18 +96,22 @@ class Target:
             raise UserError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
         with _loading(name):
             model: Any = AutoModelForCausalLM.from_pretrained(
-                _source(name), dtype=DTYPES[dtype], trust_remote_code=trust_remote_code
+                _source(name), dtype="auto", trust_remote_code=trust_remote_code
             )
-            model.to(chosen)
+        digest = _fingerprint(model)  # of the weights as they are stored
+        for parameter in model.parameters():  # buffers, such as rotary frequencies, keep their precision
+            parameter.data = parameter.data.to(chosen, DTYPES[dtype])
+        model.to(chosen)
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         target = cls(model, tokenizer, name)
+        target.fingerprint = digest
         if pack:
             target.pack()
         return target
 
     def pack(self) -> None:
         """Reorder the weights for fast decoding on a CPU; after it the layers' own weights cannot be read."""
-        _ = self.fingerprint  # needs the weights
+        _ = self.fingerprint  # packing gives up the weights
         if can_pack(self.device, self.dtype) and not self.packed:
             pack_linears(self.model)
             self._output = self.model.get_output_embeddings()
@@ -114,18 +119,8 @@ class Target:
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over every tensor's name, shape and evenly spaced values.
-
-        The values are rounded to bfloat16, so that it is the same for every dtype a model is loaded in; another
-        fine-tuning of the same model differs.
-        """
-        digest = hashlib.sha256()
-        for name, weight in sorted(self.model.named_parameters()):
-            flat = weight.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // _SAMPLED)].to(torch.bfloat16).cpu()
-            digest.update(f"{name}{tuple(weight.shape)}".encode())
-            digest.update(sample.view(torch.int16).numpy().tobytes())
-        return digest.hexdigest()
+        """Which weights these are; the same in whatever dtype `load` was asked for them."""
+        return _fingerprint(self.model)
 
     @torch.no_grad()
     def forward(
@@ -144,10 +139,10 @@ class Target:
         past = cache.length if cache is not None else 0
         if positions is None:
             positions = torch.arange(past, past + ids.shape[1], device=ids.device).expand(ids.shape)  # [B, T]
-        arguments = {self._cache_keyword: cache, "use_cache": cache is not None}
+        arguments = {self.cache_keyword: cache, "use_cache": cache is not None}
         taps = _Taps(self._blocks, layers)
         with taps:
-            out = self._decoder(
+            out = self.decoder(
                 input_ids=ids,
                 position_ids=positions,
                 attention_mask=self._masks(past, positions, visible),
@@ -161,11 +156,12 @@ class Target:
         """The output layer on final hidden states [..., H]: float32 [..., V], or only its `rows` [n]: [..., n]."""
         if rows is None:
             return self._scaled(self._output(hidden).float())
-        weight, bias = self.output_rows(rows)
-        return self._scaled(nn.functional.linear(hidden, weight, bias).float())
+        return self._scaled(nn.functional.linear(hidden, *self.output_rows(rows)).float())
 
-    def output_rows(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Weight [n, H] and bias [n] of the output layer for the given token ids (kept for the next call)."""
+    def output_rows(self, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Weight [n, H] and bias [n] of the output layer for token ids `rows` [n], or all; kept for the same tensor."""
+        if rows is None:
+            return self._output_weight, self._output_bias
         if self._held_rows is None or self._held_rows[0] is not rows:
             bias = self._output_bias
             self._held_rows = (rows, self._output_weight[rows], None if bias is None else bias[rows])
@@ -197,7 +193,7 @@ class Target:
     @property
     def final_norm(self) -> nn.Module | None:
         """The norm between the last layer and the output layer."""
-        norms = [module for module in self._decoder.children() if "Norm" in type(module).__name__]
+        norms = [module for module in self.decoder.children() if "Norm" in type(module).__name__]
         return norms[-1] if norms else None
 
     def _scaled(self, logits: Tensor) -> Tensor:
@@ -208,6 +204,15 @@ class Target:
             logits = logits / self.config.logits_scaling
         cap = getattr(self.config, "final_logit_softcapping", None)  # Gemma
         return torch.tanh(logits / cap) * cap if cap else logits
+
+    def _refuse_unknown_layers(self) -> None:
+        """Masks and cache are right for full and for sliding attention alone."""
+        unknown = set(getattr(self.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        if unknown:
+            raise UserError(
+                f"target {self.name!r} ({self.config.model_type}) has layers of type {', '.join(sorted(unknown))}; "
+                "only full and sliding attention can be verified in a tree"
+            )
 
     @torch.no_grad()
     def _check_logits(self) -> None:
@@ -232,6 +237,8 @@ class Target:
         in_reach = window is not None and int(positions.max()) >= window
         batch, new = positions.shape
         plain = self._shared_attention and visible is None and (past == 0 or new == 1)
+        if plain and not in_reach:
+            return {kind: None for kind in kinds} if self._takes_mask_dict and kinds else None
         if visible is None:
             visible = torch.ones(new, new, dtype=torch.bool, device=positions.device).tril()[None]
         allowed = visible.expand(batch, new, new)
@@ -256,7 +263,7 @@ class Target:
     @cached_property
     def _takes_mask_dict(self) -> bool:
         """Whether the family picks a mask per layer type out of a dict (those with `layer_types` that mix windows)."""
-        return "causal_mask_mapping" in inspect.getsource(type(self._decoder).forward)
+        return "causal_mask_mapping" in inspect.getsource(type(self.decoder).forward)
 
 
 class _Taps:
@@ -322,15 +329,30 @@ def native_bfloat16(device: torch.device) -> bool:
     return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
+def _fingerprint(model: PreTrainedModel) -> str:
+    """sha256 over every tensor's name, shape and evenly spaced values; another fine-tuning of a model differs."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        flat = weight.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLED)].to(torch.bfloat16).cpu()
+        digest.update(f"{name}{tuple(weight.shape)}".encode())
+        digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def choose_device(name: str) -> torch.device:
     """The device called `name`; auto takes the accelerator of this process where there is one."""
     if name == "auto":
-        local = os.environ.get("LOCAL_RANK", "0")
-        return torch.device(f"cuda:{local}" if torch.cuda.is_available() else "cpu")
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        return torch.device(name)
+        device = torch.device(name)
     except RuntimeError:
         raise UserError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r}: this machine shows torch no such accelerator; use cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device
 
 
 def _decoder(model: PreTrainedModel) -> nn.Module:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spechead import metrics
+from spechead import __version__, metrics
 from spechead.dataset import (
     Batch,
     Sample,
@@ -29,8 +29,9 @@ from spechead.dataset import (
     plan_step,
     read_conversations,
     split_validation,
+    written_by,
 )
-from spechead.engine import Engine, Ranks, checkpoints, learning_rate_factor, start
+from spechead.engine import Engine, Ranks, checkpoints, learning_rate_factor, start, step_of
 from spechead.errors import UserError
 from spechead.features import FeatureMemory
 from spechead.files import make_folder, read_json, write_json
@@ -40,9 +41,11 @@ from spechead.heads.base import Hits
 from spechead.log import NoLog, Progress, RunLog, plot_curve
 from spechead.recipe import Recipe
 from spechead.target import Target, TargetOutput, choose_device, native_bfloat16
-from spechead.tree import chain, parse_plan
+from spechead.tree import parse_plan
 
-FINISHED = "run.json"
+STARTED, FINISHED, CHECKPOINTS = "recipe.json", "run.json", "checkpoints"
+# what may change when a run is carried on
+FREE_OPTIONS = ("log.", "out", "engine.threads", "engine.feature_memory_gb")
 
 
 class TrainingModule(nn.Module):
@@ -90,7 +93,7 @@ def train(recipe: Recipe, memory: FeatureMemory | None = None) -> Path:
     """
     out = Path(recipe.out)
     if (out / FINISHED).is_file():
-        _refuse_other_recipe(recipe, read_json(out / FINISHED)["recipe"], out)
+        _refuse_other(recipe.to_dict(), read_json(out / STARTED), out)
         print(f"{out} holds the finished run of this recipe; remove it to train anew")
         return out / "head"
     memory = memory or FeatureMemory(recipe.engine.feature_memory_gb)
@@ -107,10 +110,12 @@ def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
         torch.set_num_threads(recipe.engine.threads)
     out = Path(recipe.out)
     make_folder(out)
+    accumulation = recipe.optim.accumulation(ranks.world)
     device = choose_device(recipe.target.device)
     bf16 = _bf16(recipe.engine.precision, device)
     target = _load_target(recipe, bf16)
     training, validation, dropped = load_data(recipe, target, ranks)
+    claim(recipe, out, ranks, {"target": target.fingerprint, "samples": len(training)})
     head = make_head(recipe, target, training)
     target.pack()
     total = recipe.optim.total_steps(len(training))
@@ -123,7 +128,7 @@ def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
         factor=learning_rate_factor(optim.schedule, total, optim.warmup_share, optim.min_lr_share),
         clip_norm=optim.clip_norm,
         micro_batch=optim.micro_batch_size,
-        accumulation=optim.accumulation(ranks.world),
+        accumulation=accumulation,
         zero_stage=recipe.engine.zero_stage,
         bf16=bf16,
     )
@@ -133,20 +138,12 @@ def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
 def fit(run: Run) -> None:
     """The loop: plan the step's samples, forward and backward in micro steps, step, log, checkpoint, validate."""
     recipe, engine, ranks = run.recipe, run.engine, run.ranks
-    folder = run.out / "checkpoints"
-    done, tokens_seen = 0, 0
-    resumed = checkpoints(folder)
-    if resumed:
-        state = engine.load(resumed[-1])
-        _refuse_other_recipe(recipe, state["recipe"], run.out)
-        done, tokens_seen = state["step"], state["tokens"]
-    config = recipe.to_dict()
-    log = (
-        RunLog(run.out, recipe.log.wandb, recipe.log.project, config, resume=bool(resumed)) if ranks.first else NoLog()
-    )
+    done, tokens_seen = resume(run)
+    log = open_log(run, done > 0)
+    window = Window(run.head.depths)
     with Progress("train", run.total, "step", done=done, quiet=not ranks.first) as progress:
-        window = Window()
         for step in range(done + 1, run.total + 1):
+            began = time.monotonic()
             batches = micro_batches(run, step)
             supervised = int(ranks.sum(torch.tensor(sum(int(b.supervised.sum()) for b in batches))))
             for batch in batches:
@@ -155,17 +152,48 @@ def fit(run: Run) -> None:
                 engine.backward(loss / supervised)
                 engine.step()
                 window.add(loss, hits, batch)
+            _refuse_skipped(engine, step)
             tokens_seen += supervised
+            window.took(time.monotonic() - began)
             progress.advance(note=window.note)
             if step % recipe.log.every == 0 or step == run.total:
                 values = window.values(ranks)
                 log.record(step, values | {"lr": engine.lr, "grad_norm": engine.grad_norm, "tokens": tokens_seen})
-            if step % recipe.log.checkpoint_every == 0 and step < run.total:
-                kept = {"step": step, "tokens": tokens_seen, "recipe": config}
-                engine.save(folder, step, kept, ranks, recipe.log.keep)
+            if _due(step, recipe.log.checkpoint_every, run.total):
+                kept = {"step": step, "tokens": tokens_seen}
+                engine.save(run.out / CHECKPOINTS, step, kept, ranks, recipe.log.keep)
             if run.validation and _due(step, recipe.log.validate_every, run.total):
                 log.record(step, {f"validation/{k}": v for k, v in validate(run).items()})
     log.close()
+
+
+def resume(run: Run) -> tuple[int, int]:
+    """Steps and supervised tokens already done: those of the newest checkpoint that the first rank sees."""
+    found = checkpoints(run.out / CHECKPOINTS)
+    newest = step_of(found[-1]) if found and run.ranks.first else 0
+    step = int(run.ranks.sum(torch.tensor(newest)))  # the others add 0
+    if step == 0:
+        return 0, 0
+    state = run.engine.load(run.out / CHECKPOINTS, step)
+    return state["step"], state["tokens"]
+
+
+def claim(recipe: Recipe, out: Path, ranks: Ranks, facts: dict[str, Any]) -> None:
+    """Note what the run in `out` is, or refuse to carry on with another recipe, target, data or number of processes."""
+    path = out / STARTED
+    mine = recipe.to_dict() | {"facts": facts | {"processes": ranks.world}}
+    if path.is_file() and checkpoints(out / CHECKPOINTS):
+        _refuse_other(mine, read_json(path), out)
+    ranks.barrier()
+    if ranks.first:
+        write_json(path, mine)
+
+
+def open_log(run: Run, resumed: bool) -> RunLog | NoLog:
+    if not run.ranks.first:
+        return NoLog()
+    where = run.recipe.log
+    return RunLog(run.out, where.wandb, where.project, run.recipe.to_dict(), resume=resumed)
 
 
 def micro_batches(run: Run, step: int) -> list[Batch]:
@@ -182,56 +210,44 @@ def micro_batches(run: Run, step: int) -> list[Batch]:
 class Window:
     """Sums over the steps since the last log line."""
 
-    def __init__(self) -> None:
+    def __init__(self, depths: int) -> None:
+        self._depths = depths
         self._clear()
 
     def _clear(self) -> None:
-        self._loss, self._supervised, self._tokens, self._began = 0.0, 0, 0, time.monotonic()
-        self._correct: Tensor | None = None  # [K]
+        self._loss, self._supervised, self._tokens, self._seconds = 0.0, 0, 0, 0.0
+        self._correct = torch.zeros(self._depths, dtype=torch.long)  # [K]
         self._rows = self._passes = self._committed = 0
 
     def add(self, loss: Tensor, hits: Hits, batch: Batch) -> None:
         self._loss += float(loss.detach())
         self._supervised += int(batch.supervised.sum())
-        self._tokens += batch.ids.numel()
-        correct = (hits.correct & hits.valid).sum((1, 2))  # [K]
-        self._correct = correct if self._correct is None else self._correct + correct
+        self._tokens += int((batch.document >= 0).sum())
+        self._correct += (hits.correct & hits.valid).sum((1, 2)).cpu()
         self._rows += int(hits.valid.sum())
         for row in range(hits.valid.shape[0]):
             passes, committed = metrics.walk(hits.correct[:, row], hits.valid[row])
             self._passes += passes
             self._committed += committed
 
+    def took(self, seconds: float) -> None:
+        """Time spent training; pauses for checkpoints and validation are left out."""
+        self._seconds += seconds
+
     @property
     def note(self) -> str:
-        loss, length = self._loss / max(1, self._supervised), self._committed / max(1, self._passes)
-        return f"loss {loss:.2f}, {length:.2f} tokens/pass"
+        loss = self._loss / max(1, self._supervised)
+        return f"loss {loss:.2f}, {self._committed / max(1, self._passes):.2f} tokens/pass"
 
     def values(self, ranks: Ranks) -> dict[str, float]:
-        """Loss per supervised token, accuracy by depth, the acceptance length they imply, and the rate.
-
-        Then starts anew.
-        """
-        correct = self._correct if self._correct is not None else torch.zeros(0)
-        sums = torch.tensor(
-            [
-                self._loss,
-                self._supervised,
-                self._tokens,
-                self._rows,
-                self._passes,
-                self._committed,
-                *correct.tolist(),
-            ],
-            dtype=torch.float64,
-        )
+        """Loss per supervised token, accuracy by depth, the acceptance length they imply, and the rate; then anew."""
+        counts = [self._supervised, self._tokens, self._rows, self._passes, self._committed]
+        sums = torch.tensor([self._loss, *counts, *self._correct.tolist()], dtype=torch.float64)
         loss, supervised, tokens, rows, passes, committed, *depths = ranks.sum(sums).tolist()
-        found = {
-            "loss": loss / max(1, supervised),
-            "acceptance_length": committed / max(1, passes),
-            "tokens_per_s": tokens / (time.monotonic() - self._began),
-        }
+        found = {"loss": loss / max(1, supervised), "acceptance_length": committed / max(1, passes)}
         found |= {f"accuracy@{k + 1}": hit / max(1, rows) for k, hit in enumerate(depths)}
+        if self._seconds:
+            found["tokens_per_s"] = tokens / self._seconds
         self._clear()
         return found
 
@@ -240,40 +256,31 @@ class Window:
 def validate(run: Run) -> dict[str, float]:
     """The window's numbers over the held-out samples."""
     run.engine.train(False)
-    window = Window()
+    window = Window(run.head.depths)
     for sample in run.validation[run.ranks.rank :: run.ranks.world]:
         batch = collate([sample], run.recipe.data.max_length).to(run.device)
         loss, hits = run.engine.module(batch)
         window.add(loss, hits, batch)
     run.engine.train(True)
-    values = window.values(run.ranks)
-    values.pop("tokens_per_s")
-    return values
+    return window.values(run.ranks)
 
 
 def finish(run: Run) -> Path:
-    """Write the head, what it came from, and the curve."""
+    """Write the head, the curve, and what the head came from."""
     weights = {name.removeprefix("head."): tensor for name, tensor in run.engine.master_weights().items()}
     folder = run.out / "head"
     if run.ranks.first:
-        provenance = {
-            "recipe": run.recipe.to_dict(),
-            "samples": {
-                "training": len(run.training),
-                "validation": len(run.validation),
-                "dropped": run.dropped,
-            },
-            "versions": {name: version(name) for name in ("spechead", "torch", "transformers", "deepspeed")},
-            "machine": f"{platform.machine()}, {platform.system()}, {torch.get_num_threads()} threads",
-        }
-        meta = {
-            "data": run.recipe.data.train,
-            "steps": run.total,
-            "template_kwargs": run.recipe.target.template_kwargs,
-        }
+        recipe = run.recipe
+        meta = {"data": recipe.data.train, "steps": run.total, "template_kwargs": recipe.target.template_kwargs}
         save_head(run.head, folder, meta, weights)
         plot_curve(run.out)
-        write_json(run.out / FINISHED, provenance)
+        provenance = {
+            "recipe": recipe.to_dict(),
+            "samples": {"training": len(run.training), "validation": len(run.validation), "dropped": run.dropped},
+            "versions": {name: version(name) for name in ("torch", "transformers", "deepspeed")},
+            "machine": f"{platform.machine()}, {platform.system()}, {torch.get_num_threads()} threads",
+        }
+        write_json(run.out / FINISHED, provenance | {"spechead": __version__})
     run.ranks.barrier()
     return folder
 
@@ -285,7 +292,7 @@ def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> tuple[list[Sample
     if ranks.first:
         for why, count in samples.dropped.items():
             print(f"data: {count} of {len(conversations)} conversations {why}")
-        foreign = sum(row.get("meta", {}).get("target") != target.name for row in conversations)
+        foreign = len(conversations) - written_by(conversations)[target.name]
         if foreign:
             print(
                 f"data: {foreign} of {len(conversations)} answers are not marked as written by {target.name}; "
@@ -303,7 +310,8 @@ def make_head(recipe: Recipe, target: Target, training: Sequence[Sample]) -> Hea
     head = kind(kind.Config(**recipe.head.options), target)
     if head.reduced:
         head.set_vocabulary(draft_vocabulary(training, head.draft_size, target.vocab_size))
-    head.tree = parse_plan(recipe.head.tree) if recipe.head.tree else chain(3)
+    if recipe.head.tree:
+        head.tree = parse_plan(recipe.head.tree)
     head.to(target.device)
     if recipe.head.init_from_target:
         head.init_from_target()
@@ -343,21 +351,21 @@ def _refuse_not_finite(loss: Tensor, step: int, batch: Batch, head: Head) -> Non
     )
 
 
-def _refuse_other_recipe(recipe: Recipe, earlier: dict[str, Any], out: Path) -> None:
-    """A run is carried on only by the recipe that began it (where it logs to does not matter)."""
-    now = _flat(recipe.to_dict())
-    before = _flat(earlier)
-    differing = [
-        name
-        for name in sorted(now.keys() | before.keys())
-        if now.get(name) != before.get(name) and not name.startswith(("log.", "out"))
-    ]
-    if differing:
-        name = differing[0]
-        raise UserError(
-            f"{out} holds a run with {name} = {before.get(name)!r}, now {now.get(name)!r}: "
-            "choose another --out, or remove that folder"
-        )
+def _refuse_skipped(engine: Engine, step: int) -> None:
+    if engine.skipped:
+        raise UserError(f"step {step}: a gradient is not finite; lower optim.lr or engine.precision")
+
+
+def _refuse_other(mine: dict[str, Any], earlier: dict[str, Any], out: Path) -> None:
+    """A run is carried on only as it began, but for `FREE_OPTIONS`."""
+    now, before = _flat(mine), _flat(earlier)
+    free = FREE_OPTIONS if "facts" in mine else (*FREE_OPTIONS, "facts.")  # a finished run needs no second look at them
+    for name in sorted(now.keys() | before.keys()):
+        if now.get(name) != before.get(name) and not name.startswith(free):
+            raise UserError(
+                f"{out} holds a run with {name} = {before.get(name)!r}, now {now.get(name)!r}: "
+                "choose another --out, or remove that folder"
+            )
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -27,9 +27,9 @@ class Tree:
     parents: Tensor  # int64 [N]; -1 for the root, else smaller than the node's own index
 
     @classmethod
-    def root(cls, token: int, device: torch.device) -> Tree:
-        """Nothing drafted: plain decoding."""
-        return cls(torch.tensor([token], device=device), torch.tensor([-1], device=device))
+    def root(cls, token: Tensor) -> Tree:
+        """Nothing drafted behind the token int64 [1]: plain decoding."""
+        return cls(token, torch.full_like(token, -1))
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

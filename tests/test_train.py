@@ -153,6 +153,20 @@ def test_two_processes_equal_one(zero: int, folder: Path, tmp_path: Path) -> Non
         assert torch.allclose(tensor.float(), weights(tmp_path / "two")[name].float(), atol=1e-5), name
 
 
+def test_ranks_with_unequal_validation_work_together(folder: Path, tmp_path: Path) -> None:
+    process = launch(flags(folder, tmp_path / "run", **{"data.validation_share": 0.01}), 2)  # one held-out sample
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert read_log(tmp_path / "run")[-1]["validation/acceptance_length"] >= 1
+
+
+def test_remembered_features_do_not_change_the_weights(folder: Path, tmp_path: Path) -> None:
+    train(recipe(folder, tmp_path / "live"))
+    train(recipe(folder, tmp_path / "remembered", **{"engine.feature_memory_gb": 1}))
+    for name, tensor in weights(tmp_path / "live").items():
+        assert torch.equal(tensor, weights(tmp_path / "remembered")[name]), name
+
+
 def test_accumulation_does_not_change_the_curve(folder: Path, tmp_path: Path) -> None:
     train(recipe(folder, tmp_path / "whole", **{"optim.micro_batch_size": 4}))
     train(recipe(folder, tmp_path / "parts", **{"optim.micro_batch_size": 1}))
@@ -189,6 +203,11 @@ def test_a_finished_run_is_not_repeated_and_another_recipe_is_refused(folder: Pa
     assert (out / "head" / "model.safetensors").stat().st_mtime_ns == written
     with pytest.raises(UserError, match=r"optim\.lr"):
         train(recipe(folder, out, **{"optim.lr": 0.5}))
+    (out / "run.json").unlink()  # as if killed before the end
+    for changes in ({"optim.lr": 0.5}, {"head.options.draft_vocab_size": 32}, {"data.limit": 8}):
+        with pytest.raises(UserError, match=r"holds a run with"):
+            train(recipe(folder, out, **changes))
+    train(recipe(folder, out, **{"engine.feature_memory_gb": 1}))
 
 
 def test_a_loss_that_is_not_finite_names_step_and_samples(folder: Path, tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ class Head(nn.Module):
     Config: ClassVar[type]
 
     layers: Sequence[int]  # the target's layers it reads, as indices into hidden_states
-    tree: Plan
+    tree: Plan  # drafted unless another is asked for
+    depths: int  # drafts that a training step judges
 
     def __init__(self, config: Any, target: Target) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class Head(nn.Module):
         if 0 < config.draft_vocab_size < target.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(target.vocab_size, dtype=torch.bool))
-        self.max_depth: int = 64  # drafts deeper than this are not in the head's power
+        self._ids: Tensor | None = None
 
     d2t: Tensor  # int64 [D]: target id = draft id + d2t[draft id]
     t2d: Tensor  # bool [V]: whether a target id is in the draft vocabulary
@@ -82,14 +83,17 @@ class Head(nn.Module):
     def set_vocabulary(self, ids: Tensor) -> None:
         """Fix the draft vocabulary: sorted target ids [D]."""
         self.d2t.copy_(ids - torch.arange(ids.shape[0], device=ids.device))
+        self._ids = None
         self.t2d.zero_()
         self.t2d[ids] = True
 
     def draft_ids(self) -> Tensor | None:
-        """The target id of each draft id, int64 [D]; None where they are the same."""
+        """The target id of each draft id, int64 [D], one tensor for all calls; None where they are the same."""
         if not self.reduced:
             return None
-        return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
+        if self._ids is None or self._ids.device != self.d2t.device:
+            self._ids = torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
+        return self._ids
 
     def to_draft(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Draft ids of target ids, and whether each has one: two tensors of the shape of `ids`."""

@@ -40,6 +40,8 @@ class Eagle3Config:
     """Rows of the output layer (the most frequent supervised tokens); 0 is the target's whole vocabulary."""
     loss: str = "soft_ce"
     """`soft_ce`: against the target's distribution over the draft vocabulary; `hard_ce`: against the text's token."""
+    noise: float = 0.0
+    """Uniform noise on the features in training, relative to each tap's root mean square; against overfitting."""
     hidden_size: int = 0
     intermediate_size: int = 0
     num_attention_heads: int = 0
@@ -144,6 +146,7 @@ class Eagle3(Head):
         _resolve(config, target)
         super().__init__(config, target)
         self.layers = tuple(config.layers)
+        self.depths = config.steps
         self.fc = nn.Linear(len(config.layers) * target.hidden_size, config.hidden_size, bias=False)
         self.midlayer = _Layer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -156,12 +159,10 @@ class Eagle3(Head):
         The fusion passes the highest tap through.
         """
         target, layer = self.target, self.midlayer
-        rows = self.draft_ids()
-        rows = torch.arange(self.draft_size, device=target.device) if rows is None else rows
-        self.lm_head.weight.copy_(target.output_rows(rows)[0])
+        self.lm_head.weight.copy_(target.output_rows(self.draft_ids())[0])
         _copy(self.norm.weight, target.norm_weight(target.final_norm))
         self.fc.weight.normal_(std=0.01)
-        self.fc.weight[:, -target.hidden_size :] += torch.eye(self.config.hidden_size, target.hidden_size)
+        self.fc.weight[:, -target.hidden_size :] += torch.eye(self.config.hidden_size, device=self.fc.weight.device)
         weights = dict(target.last_block.named_parameters())
         for name in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"):
             _copy(layer.get_parameter(f"{name}.weight"), weights.get(f"{name}.weight"))
@@ -178,7 +179,7 @@ class Eagle3(Head):
 
         Its hidden state is the last step's.
         """
-        hidden = self.fc(out.features.to(self.norm.weight.dtype))  # [B, T, H]
+        hidden = self.fc(self._noisy(out.features.to(self.norm.weight.dtype)))  # [B, T, H]
         attend = UnrolledAttention(batch.document)
         loss = hidden.new_zeros((), dtype=torch.float32)
         correct = torch.zeros(self.config.steps, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
@@ -198,18 +199,17 @@ class Eagle3(Head):
             correct[step][rows] = logits.detach().argmax(-1) == labels[rows]
         return loss, Hits(correct, ahead(batch, 2)[1])
 
+    def _noisy(self, features: Tensor) -> Tensor:  # [B, T, K*H]
+        if not (self.training and self.config.noise):
+            return features
+        taps = features.unflatten(-1, (len(self.layers), -1))  # [B, T, K, H]
+        size = taps.float().square().mean(-1, keepdim=True).sqrt().to(taps.dtype)
+        return (taps + (2 * torch.rand_like(taps) - 1) * self.config.noise * size).flatten(2)
+
     def _teacher(self, batch: Batch, out: TargetOutput) -> _Teacher:
         """The target's logits over the draft vocabulary, at the positions that predict a supervised token."""
         predicts = ahead(batch, 1)[1]  # [B, T]
-        return _Teacher(predicts, self.target.logits(out.hidden[predicts], self._teacher_rows()))
-
-    def _teacher_rows(self) -> Tensor | None:
-        if not self.reduced:
-            return None
-        held = self.__dict__.get("_rows")
-        if held is None:  # one tensor object, so that the target gathers its rows once
-            held = self.__dict__["_rows"] = self.draft_ids()
-        return held
+        return _Teacher(predicts, self.target.logits(out.hidden[predicts], self.draft_ids()))
 
     def new_state(self, prompt: Tensor) -> Eagle3State:
         return Eagle3State()
@@ -268,7 +268,7 @@ def _copy(ours: Tensor, theirs: Tensor | None) -> None:
 def _resolve(c: Eagle3Config, target: Target) -> None:
     """Fill in what the target decides, and refuse what cannot be built."""
     t, layers = target.config, target.n_layers
-    c.layers = list(c.layers) or [2, layers // 2, layers - 3]
+    c.layers = sorted(c.layers) or [2, layers // 2, layers - 3]
     if len(set(c.layers)) < len(c.layers) or min(c.layers) < 0 or max(c.layers) > layers:
         raise UserError(
             f"head.options.layers {c.layers}: needs distinct indices from 0 to {layers} "

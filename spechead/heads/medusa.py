@@ -19,7 +19,7 @@ from spechead.errors import UserError
 from spechead.heads.base import Head, Hits, ahead
 from spechead.losses import hard_cross_entropy
 from spechead.target import Target, TargetOutput
-from spechead.tree import Plan, Tree
+from spechead.tree import Plan, Tree, chain
 
 
 @dataclass
@@ -70,14 +70,13 @@ class Medusa(Head):
         self.lm_heads = nn.ModuleList()
         if config.output == "own":
             self.lm_heads.extend(nn.Linear(size, self.draft_size, bias=False) for _ in range(config.n_heads))
-        self.max_depth = config.n_heads
+        self.depths = config.n_heads
+        self.tree = chain(config.n_heads)
 
     @torch.no_grad()
     def init_from_target(self) -> None:
         """Every output layer starts as the target's rows, so that head k first repeats the next token."""
-        rows = self.draft_ids()
-        rows = torch.arange(self.draft_size, device=self.target.device) if rows is None else rows
-        weight, _ = self.target.output_rows(rows)
+        weight, _ = self.target.output_rows(self.draft_ids())
         for layer in self.lm_heads.parameters():
             layer.copy_(weight)
 
@@ -85,10 +84,8 @@ class Medusa(Head):
         state = self.blocks[k](hidden)
         if self.config.output == "own":
             return self.lm_heads[k](state)
-        rows = self.draft_ids()
-        if rows is None:
-            return F.linear(state, *self.target.output_rows(torch.arange(self.draft_size, device=state.device)))
-        return F.linear(state, *self.target.output_rows(rows))
+        weight, bias = self.target.output_rows(self.draft_ids())
+        return F.linear(state, weight.to(state.dtype), None if bias is None else bias.to(state.dtype))
 
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
         """Σ_k λ^k cross-entropy of head k.
@@ -120,7 +117,7 @@ class Medusa(Head):
             return self.head_logits(hidden, next(depth)).float().log_softmax(-1)
 
         first = self.head_logits(hidden, 0).float().log_softmax(-1)  # [1, D]
-        return grow(plan.limited(self.max_depth), fresh[-1], first, self.draft_ids(), deepen)
+        return grow(plan.limited(self.depths), fresh[-1], first, self.draft_ids(), deepen)
 
 
 def _resolve(c: MedusaConfig, target: Target) -> None:
