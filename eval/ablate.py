@@ -1,10 +1,8 @@
-"""Which settings are worth having.
+"""Which settings are worth having: train variants of a recipe for the same number of steps and compare their drafts.
 
-Trains variants of a recipe for the same number of steps and compares what their drafts imply.
+    python eval/ablate.py --steps 500 --out eval/results/ablation.json
 
-    python eval/ablate.py --config eagle3-smollm2 --steps 600 --out eval/results/ablation.json
-
-Every variant changes the recipe in one place and sees the same samples in the same order. The number compared is the
+Every variant changes `BASE` in one place and sees the same samples in the same order. The number compared is the
 acceptance length of a chain that the held-out samples imply (`validation/acceptance_length` in the training log).
 """
 
@@ -26,8 +24,14 @@ from spechead.recipe import load_recipe
 from spechead.target import choose_device
 from spechead.train import train
 
+# spelled out, so that results stay comparable when the recipe moves
+BASE = [
+    *("--optim.lr", "1e-3", "--optim.epochs", "3", "--head.options.layers", "[2,15,27]", "--head.options.steps", "3"),
+    *("--head.options.step_decay", "0.8", "--head.options.draft_vocab_size", "8192", "--data.validation_share", "0.05"),
+    *("--log.validate_every", "0", "--log.checkpoint_every", "1000000"),
+]
 VARIANTS: dict[str, list[str]] = {
-    "the recipe": [],
+    "the base": [],
     "random initialisation": ["--head.init_from_target", "false"],
     "half the rate": ["--optim.lr", "5e-4"],
     "twice the rate": ["--optim.lr", "2e-3"],
@@ -47,14 +51,14 @@ MEMORY_GB = 6.0
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="eagle3-smollm2", help="recipe that the variants change")
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps of one sample")
+    parser.add_argument("--steps", type=int, default=500, help="optimizer steps of one sample")
     parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=list(VARIANTS), help="variants to train")
     parser.add_argument("--out", type=Path, default=Path("runs/ablation.json"), help="JSON file to write")
     options = parser.parse_args()
     memories: dict[str, FeatureMemory] = {}
     results = {name: run(options.config, options.steps, VARIANTS[name], memories) for name in options.only}
     machine = describe_machine(choose_device("auto"))
-    write_json(options.out, {"config": options.config, "steps": options.steps, "machine": machine, "variants": results})
+    write_json(options.out, {"config": options.config, "steps": options.steps, "base": BASE, "machine": machine, "variants": results})
     width = max(map(len, results))
     for name, found in results.items():
         print(f"{name:<{width}}  {found['acceptance_length']:.3f} tokens per pass  {found['seconds']:.0f} s")
@@ -63,10 +67,9 @@ def main() -> None:
 def run(config: str, steps: int, changes: list[str], memories: dict[str, FeatureMemory]) -> dict[str, Any]:
     """Train one variant in a scratch folder; the target's outputs are shared by variants with the same taps."""
     flags = [word.format(quarter=steps // 4) for word in changes]
-    fixed = ["--log.validate_every", "0", "--log.checkpoint_every", "1000000", "--data.validation_share", "0.05"]
     scratch = Path(tempfile.mkdtemp())
     try:
-        recipe = load_recipe(config, ["--optim.steps", str(steps), *fixed, *flags, "--out", str(scratch / "run")])
+        recipe = load_recipe(config, ["--optim.steps", str(steps), *BASE, *flags, "--out", str(scratch / "run")])
         taps = str(recipe.head.options.get("layers"))
         start = time.monotonic()
         train(recipe, memories.setdefault(taps, FeatureMemory(MEMORY_GB)))

@@ -40,8 +40,6 @@ class Eagle3Config:
     """Rows of the output layer (the most frequent supervised tokens); 0 is the target's whole vocabulary."""
     loss: str = "soft_ce"
     """`soft_ce`: against the target's distribution over the draft vocabulary; `hard_ce`: against the text's token."""
-    noise: float = 0.0
-    """Uniform noise on the features in training, relative to each tap's root mean square; against overfitting."""
     hidden_size: int = 0
     intermediate_size: int = 0
     num_attention_heads: int = 0
@@ -179,7 +177,7 @@ class Eagle3(Head):
 
         Its hidden state is the last step's.
         """
-        hidden = self.fc(self._noisy(out.features.to(self.norm.weight.dtype)))  # [B, T, H]
+        hidden = self.fc(out.features.to(self.norm.weight.dtype))  # [B, T, H]
         attend = UnrolledAttention(batch.document)
         loss = hidden.new_zeros((), dtype=torch.float32)
         correct = torch.zeros(self.config.steps, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
@@ -198,13 +196,6 @@ class Eagle3(Head):
                 loss = loss + weight * soft_cross_entropy(logits, teacher.behind(rows, 1 + step))
             correct[step][rows] = logits.detach().argmax(-1) == labels[rows]
         return loss, Hits(correct, ahead(batch, 2)[1])
-
-    def _noisy(self, features: Tensor) -> Tensor:  # [B, T, K*H]
-        if not (self.training and self.config.noise):
-            return features
-        taps = features.unflatten(-1, (len(self.layers), -1))  # [B, T, K, H]
-        size = taps.float().square().mean(-1, keepdim=True).sqrt().to(taps.dtype)
-        return (taps + (2 * torch.rand_like(taps) - 1) * self.config.noise * size).flatten(2)
 
     def _teacher(self, batch: Batch, out: TargetOutput) -> _Teacher:
         """The target's logits over the draft vocabulary, at the positions that predict a supervised token."""
