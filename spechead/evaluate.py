@@ -59,7 +59,7 @@ class EvalOptions:
     """Sample among the likeliest tokens that together have this probability; 1: all."""
     seed: int = 0
     """Seed of sampling; the same for plain and speculative decoding, so that their texts must agree."""
-    max_new_tokens: int = 128
+    max_new_tokens: int = 256
     """Longest answer, in tokens."""
     limit: int = 0
     """Use only this many prompts, spread over the kinds; 0: all."""
