@@ -91,11 +91,11 @@ class Question:
 
 def evaluate(options: EvalOptions) -> dict[str, Any]:
     """The whole measurement: returns the report, which is then on disk and on the console."""
+    file = Path(options.prompts) if options.prompts else shipped(DEFAULT_PROMPTS)
+    _check(options)
     if not options.out and not Path(options.head).is_dir():  # else a mistyped name would become a folder
         raise UserError(f"no head at {options.head}: a folder that training wrote is expected")
     out = Path(options.out) if options.out else default_folder(Path(options.head))
-    file = Path(options.prompts) if options.prompts else shipped(DEFAULT_PROMPTS)
-    _check(options)
     prompts = read_prompts(file)
     prompts = spread(prompts, options.limit) if options.limit else prompts
     named = list({str(plan): plan for plan in map(parse_plan, options.tree)}.values())
