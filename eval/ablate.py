@@ -57,8 +57,8 @@ def main() -> None:
     options = parser.parse_args()
     memories: dict[str, FeatureMemory] = {}
     results = {name: run(options.config, options.steps, VARIANTS[name], memories) for name in options.only}
-    machine = describe_machine(choose_device("auto"))
-    write_json(options.out, {"config": options.config, "steps": options.steps, "base": BASE, "machine": machine, "variants": results})
+    made = {"config": options.config, "steps": options.steps, "base": BASE}
+    write_json(options.out, made | {"machine": describe_machine(choose_device("auto")), "variants": results})
     width = max(map(len, results))
     for name, found in results.items():
         print(f"{name:<{width}}  {found['acceptance_length']:.3f} tokens per pass  {found['seconds']:.0f} s")
