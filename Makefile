@@ -40,7 +40,7 @@ demo: $(STAMP) ## train an EAGLE-3 head on the CPU, measure it, show the table (
 	  $(BIN)/spechead eval --head $(DEMO)/head --out $(DEMO)/eval
 	@$(BIN)/spechead summary $(DEMO)
 
-long: $(STAMP) ## the same head with far more data: writes the data, trains and measures (hours)
+long: $(STAMP) ## the same head with twice the data: writes the data, trains and measures (over an hour)
 	@echo "[1/3] writing conversations -> data/long.jsonl"
 	@test -f data/long.jsonl.meta.json || \
 	  $(BIN)/spechead data synthesize --out data/long.jsonl --count 1500 --seed 1 --exclude eval/prompts/held_out.jsonl

@@ -76,7 +76,8 @@ def read_conversations(source: str | Sequence[str], limit: int = 0) -> list[Conv
         if limit and len(found) >= limit:
             break
     if not found:
-        raise UserError(f"{source} holds no conversation")
+        names = source if isinstance(source, str) else ", ".join(source)
+        raise UserError(f"{names}: no conversation in it")
     return found
 
 

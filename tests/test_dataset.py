@@ -81,7 +81,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
 def test_missing_empty_and_binary_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
         read_conversations(str(tmp_path / "none.jsonl"))
-    with pytest.raises(UserError, match=r"empty\.jsonl holds no conversation"):
+    with pytest.raises(UserError, match=r"empty\.jsonl: no conversation in it"):
         read_conversations(write(tmp_path / "empty.jsonl"))
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"binary\.jsonl is not UTF-8"):
