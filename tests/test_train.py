@@ -5,6 +5,7 @@ Two processes equal one, a killed run resumes bit-exactly, weights move, bad run
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -213,6 +214,21 @@ def test_a_finished_run_is_not_repeated_and_another_recipe_is_refused(folder: Pa
 def test_a_loss_that_is_not_finite_names_step_and_samples(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"step \d+: the loss is nan on conversation"):
         train(recipe(folder, tmp_path / "run", **{"optim.lr": 1e30, "optim.clip_norm": 0}))
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_half_checkpoint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import deepspeed
+
+    def full(_: object, save_dir: str, tag: str, **__: object) -> None:
+        (Path(save_dir) / tag).mkdir()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(deepspeed.DeepSpeedEngine, "save_checkpoint", full)
+    with pytest.raises(UserError, match=r"cannot write the checkpoint .*step-00000003: no space left"):
+        train(recipe(folder, tmp_path / "run"))
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
 @pytest.mark.parametrize("schedule,last", [("cosine", 0.1), ("linear", 0.1), ("constant", 1.0)])
