@@ -147,12 +147,18 @@ def around(
 def terminator(tokenizer: Any, after: str) -> str:
     """The control token that `after` begins with, as text with the space before it; empty if it has none."""
     stripped = after.lstrip()
-    ids = tokenize(tokenizer, stripped)[:1]
-    control = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
-    if not ids or ids[0] not in control:
+    first = leading_control(tokenizer, stripped)
+    if first is None:
         return ""
-    token = str(tokenizer.convert_ids_to_tokens(ids[0]))
+    token = str(tokenizer.convert_ids_to_tokens(first))
     return after[: len(after) - len(stripped)] + token if stripped.startswith(token) else ""
+
+
+def leading_control(tokenizer: Any, text: str) -> int | None:
+    """The id of the control token that a text begins with; None if it begins with another."""
+    ids = tokenize(tokenizer, text)[:1]
+    control = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+    return ids[0] if ids and ids[0] in control else None
 
 
 class Pieces:

@@ -134,6 +134,7 @@ class Engine:
         )
         self.module, self.accumulation = module, accumulation
         self.lr = self.grad_norm = math.nan  # of the last step
+        self._untold_norm = zero_stage == 0 and not bf16  # DeepSpeed clips there without telling the norm
 
     def __call__(self, *inputs: Any) -> Any:
         return self._engine(*inputs)
@@ -152,12 +153,13 @@ class Engine:
     def step(self) -> None:
         """After each backward; the optimizer moves when the accumulation is complete."""
         self.lr = float(self._engine.get_lr()[0])
-        grads = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-        own = nn.utils.get_total_norm(grads) if grads else None  # what DeepSpeed does not tell without ZeRO in float32
+        if self._untold_norm and self._engine.is_gradient_accumulation_boundary():
+            grads = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+            self.grad_norm = float(nn.utils.get_total_norm(grads))
         self._engine.step()
-        norm = self._engine.get_global_grad_norm()
-        norm = own if norm is None else norm
-        self.grad_norm = math.nan if norm is None else float(norm)
+        told = self._engine.get_global_grad_norm()
+        if told is not None:
+            self.grad_norm = float(told)
 
     @property
     def skipped(self) -> int:

@@ -273,9 +273,8 @@ def steering(tokenizer: Any, system: str, template_kwargs: dict[str, Any] | None
 
 def first_special(tokenizer: Any, closing: str) -> set[int]:
     """The control token that a closing begins with, if it does."""
-    ids = chat.tokenize(tokenizer, closing.lstrip())[:1]
-    control = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
-    return set(ids) & control
+    first = chat.leading_control(tokenizer, closing.lstrip())
+    return set() if first is None else {first}
 
 
 def share_out(weights: dict[str, float], have: Counter[str], wanted: int, chooser: random.Random) -> list[str]:

@@ -7,6 +7,7 @@ Legend: B batch rows, T tokens, D draft vocabulary, V target vocabulary, H hidde
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -48,7 +49,7 @@ def ahead(batch: Batch, n: int) -> tuple[Tensor, Tensor]:
     return ids, supervised & (document == batch.document) & (batch.document >= 0)
 
 
-class Head(nn.Module):
+class Head(nn.Module, ABC):
     """Base of all heads. A subclass adds `Config`, the modules, `training_step`, `new_state` and `propose`."""
 
     kind: ClassVar[str]
@@ -105,14 +106,14 @@ class Head(nn.Module):
     def init_from_target(self) -> None:
         """Start from the target's weights where that helps; the target must not be packed yet."""
 
+    @abstractmethod
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
         """The loss summed over supervised positions, and what the drafts would have done."""
-        raise NotImplementedError
 
+    @abstractmethod
     def new_state(self, prompt: Tensor) -> Any:
         """See `drafters.base.Drafter`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def propose(self, state: Any, fresh: Tensor, out: TargetOutput, plan: Plan) -> Tree:
         """See `drafters.base.Drafter`."""
-        raise NotImplementedError
