@@ -18,7 +18,7 @@ from rich.text import Text
 from spechead.chat import prompt_ids
 from spechead.errors import UserError
 from spechead.formats.native import head_target, head_template_kwargs, load_head
-from spechead.generate import Generation, generate
+from spechead.generate import Generation, Speculation, generate
 from spechead.sampling import Sampler
 from spechead.stream import Decoder, TextStream
 from spechead.target import Target
@@ -89,7 +89,15 @@ def answer(options: AnswerOptions) -> None:
     def run(drafter: Any, on_commit: Any = None, tokens: int = options.max_new_tokens) -> Generation:
         sampler = Sampler(options.temperature, options.top_k, options.top_p, options.seed)
         tree = parse_plan(options.tree) if options.tree and drafter else None
-        return generate(target, ids, drafter, tree=tree, max_new_tokens=tokens, sampler=sampler, on_commit=on_commit)
+        return generate(
+            target,
+            ids,
+            drafter,
+            speculation=Speculation(tree),
+            max_new_tokens=tokens,
+            sampler=sampler,
+            on_commit=on_commit,
+        )
 
     run(head, tokens=WARM_UP_TOKENS)
     with Display(target.tokenizer, Console(highlight=False), notes) as display:

@@ -29,7 +29,7 @@ class Draw:
 
     def __call__(self, logits: Tensor, generator: torch.Generator) -> Tensor:  # [B, V] -> [B]
         if self.temperature == 0:
-            return logits.argmax(-1)
+            return logits.max(-1).indices
         # Sorting the whole vocabulary would cost more than the model does; top-p is cut inside the top-k.
         best, ids = logits.topk(min(self.top_k, logits.shape[-1]), -1)  # [B, k], descending
         shares = torch.softmax(best.float() / self.temperature, -1)

@@ -36,12 +36,15 @@ class Rows:
         self.length = end
         return self._keys[:, :, :end], self._values[:, :, :end]
 
-    def keep(self, past: int, path: Tensor | None, length: int) -> None:
-        """Of the rows from `past` on keep those at past + path, moved together; None when they already lie so."""
-        if path is not None and self._keys is not None and self._values is not None:
-            self._keys[:, :, past:length] = self._keys[:, :, past + path]
-            self._values[:, :, past:length] = self._values[:, :, past + path]
-        self.length = length
+    def move(self, rows: Tensor, source: Tensor, place: Tensor) -> None:
+        """Copy the stored token `source` [m] of batch row `rows` [m] to `place` [m]."""
+        if self._keys is not None and self._values is not None:
+            self._keys[rows, :, place] = self._keys[rows, :, source]  # the right side is gathered before it is written
+            self._values[rows, :, place] = self._values[rows, :, source]
+
+    def crop(self, length: int) -> None:
+        """Forget all tokens from `length` on."""
+        self.length = min(length, self.length)
 
     def select(self, index: Tensor) -> None:
         """Keep the batch rows `index` [n]."""
@@ -74,31 +77,65 @@ class _Layer(DynamicLayer):
 
 
 class KVCache(Cache):
-    """The target's cache: `keep` commits the accepted path of a tree, `crop` cuts to a length."""
+    """The target's cache: `keep` commits the accepted paths of trees, `crop` cuts to a length.
+
+    Every batch row lies at the left, token after token, so that a token's column is its place in the text. Rows of
+    unequal length leave columns at their right that hold nothing: those from `lengths[row]` up to `length`.
+    """
 
     layers: list[_Layer]  # type: ignore[assignment]
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=_Layer)
+        self._lengths: list[int] | None = None  # None: all rows are as long as the longest
 
     @property
     def length(self) -> int:
-        return self.layers[0].rows.length if self.layers else 0
+        """Columns in use: tokens of the longest row."""
+        return max((layer.rows.length for layer in self.layers), default=0)  # a skipped layer has none
 
-    def keep(self, past: int, path: Sequence[int]) -> None:
-        """After a tree was appended behind `past` tokens, keep its nodes `path` (ascending, the root first)."""
-        moved = None
-        if list(path) != list(range(len(path))):
-            moved = torch.tensor(path, device=self.layers[0].device)
+    @property
+    def lengths(self) -> list[int] | None:
+        """Tokens of each row; None where all are `length` long."""
+        return self._lengths
+
+    def keep(self, paths: Sequence[Sequence[int]], width: int) -> None:
+        """After trees were appended at the columns `width` and on, keep the nodes `paths[row]` (ascending, the root
+        first) of each row, behind the row's own tokens."""
+        before = self._lengths or [width] * len(paths)
+        after = [length + len(path) for length, path in zip(before, paths, strict=True)]
+        moves = [
+            (row, width + node, before[row] + i)
+            for row, path in enumerate(paths)
+            for i, node in enumerate(path)
+            if width + node != before[row] + i
+        ]
+        if moves:
+            rows, source, place = torch.tensor(moves, device=self.layers[-1].device).unbind(1)
         for layer in self.layers:
-            layer.rows.keep(past, moved, past + len(path))
+            if moves and layer.rows.length:
+                layer.rows.move(rows, source, place)
+            layer.rows.crop(max(after))
+        self._lengths = after if min(after) < max(after) else None
+
+    def settle(self, lengths: Sequence[int]) -> None:
+        """Say how many tokens of each row count, after prompts of unequal length were stored padded on the right."""
+        self._lengths = list(lengths) if min(lengths) < self.length else None
 
     def select(self, index: Tensor) -> None:
         """Keep the batch rows `index` [n]."""
+        if self._lengths is not None:
+            self._lengths = [self._lengths[row] for row in index.tolist()]
+        longest = max(self._lengths or [self.length])
+        if self._lengths is not None and min(self._lengths) == longest:
+            self._lengths = None
         for layer in self.layers:
             layer.rows.select(index)
+            layer.rows.crop(longest)
 
     def crop(self, length: int) -> None:
         """Forget all tokens from position `length` on."""
+        if self._lengths is not None:
+            self._lengths = [min(own, length) for own in self._lengths] if min(self._lengths) < length else None
         for layer in self.layers:
-            layer.rows.keep(length, None, min(length, layer.rows.length))
+            layer.rows.crop(length)

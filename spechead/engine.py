@@ -116,7 +116,7 @@ class Engine:
         import deepspeed
 
         trainable = [p for p in module.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, lr=lr, betas=betas, weight_decay=weight_decay)
+        optimizer = torch.optim.AdamW(trainable, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=trainable,

@@ -23,7 +23,7 @@ from spechead.drafters.base import Drafter
 from spechead.errors import UserError
 from spechead.files import make_folder, reason, shipped, write_json
 from spechead.formats.native import head_target, head_template_kwargs, load_head
-from spechead.generate import generate
+from spechead.generate import Speculation, generate
 from spechead.log import Progress
 from spechead.page import write_html
 from spechead.prompts import Prompt, read_prompts, spread
@@ -232,7 +232,7 @@ def _decode(
         target,
         question.ids,
         head,
-        tree=plan,
+        speculation=Speculation(plan),
         max_new_tokens=question.max_new_tokens,
         sampler=sampler,
         on_commit=lambda tokens, accepted: commits.append((list(tokens), accepted)),
@@ -308,7 +308,7 @@ def verify_costs(target: Target, sizes: Sequence[int], past: int = 200, repeats:
             _synchronise(target.device)
             start = time.perf_counter()
             out = target.forward(ids, cache=cache, visible=visible if size > 1 else None)
-            target.logits(out.hidden[0]).argmax(-1)
+            target.logits(out.hidden[0]).max(-1)
             _synchronise(target.device)
             taken.append(time.perf_counter() - start)
             cache.crop(past)

@@ -35,15 +35,15 @@ def refuse_prompt(text: str) -> str:
     return ""
 
 
-def refuse_answer(text: str, tokens: Sequence[int]) -> str:
-    """Why `text`, written as `tokens`, is not a usable answer; empty when it is."""
+def refuse_answer(text: str, tokens: Sequence[int], keep_loops: bool = False) -> str:
+    """Why `text`, written as `tokens`, is not a usable answer; empty when it is. `keep_loops` lets it repeat itself."""
     if not text.strip():
         return "answer empty"
     if SPECIAL_MARKER.search(text):
         return "answer holds role markers"
     if "\ufffd" in text:
         return "answer holds broken characters"
-    if repetitive(tokens) or distinct_share(tokens[-TAIL:]) < MIN_DISTINCT_TAIL:
+    if not keep_loops and (repetitive(tokens) or distinct_share(tokens[-TAIL:]) < MIN_DISTINCT_TAIL):
         return "answer repeats itself"
     return ""
 

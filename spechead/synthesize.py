@@ -57,6 +57,8 @@ class SynthesizeOptions:
     """Prompts that do not end by themselves within this many tokens are dropped."""
     max_new_tokens: int = 256
     """Cap on an answer; one that reaches it is kept and marked "finish": "length"."""
+    keep_loops: bool = False
+    """Keep answers that repeat themselves: a small model loops when it is served, too, and a head can draft that."""
     batch_size: int = 64
     """Rows decoded at once: higher is faster until memory ends."""
     dtype: str = "auto"
@@ -212,7 +214,7 @@ class Writer:
         rows = []
         for (kind, prompt), end in zip(prompts, written, strict=True):
             text = self.target.tokenizer.decode(end.tokens, skip_special_tokens=False)
-            reason = refuse_answer(text, end.tokens)
+            reason = refuse_answer(text, end.tokens, self.options.keep_loops)
             if reason:
                 dropped[reason] += 1
                 continue

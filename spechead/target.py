@@ -9,6 +9,7 @@ Legend: B batch, T new tokens, P tokens in the cache, H hidden size, K tapped la
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import inspect
 import os
@@ -44,6 +45,10 @@ class TargetOutput:
         """The positions `index` [n] of every batch row, in that order."""
         return TargetOutput(self.hidden[:, index], self.features[:, index])
 
+    def row(self, row: int, length: int | None = None) -> TargetOutput:
+        """The batch row `row` alone, its first `length` positions."""
+        return TargetOutput(self.hidden[row : row + 1, :length], self.features[row : row + 1, :length])
+
 
 class Target:
     """A frozen causal model with its tokenizer.
@@ -77,7 +82,7 @@ class Target:
         self._shared_attention = bool(getattr(model, "_supports_sdpa", False) or softcapped)
         model.set_attn_implementation(attention.NAME if self._shared_attention else "eager")
         self._refuse_unknown_layers()
-        self._check_logits()
+        self._check_decoding()
 
     @classmethod
     def load(
@@ -136,16 +141,17 @@ class Target:
 
         Where there is a sliding window, they see those inside it.
         """
-        past = cache.length if cache is not None else 0
+        past, lengths = (cache.length, cache.lengths) if cache is not None else (0, None)
         if positions is None:
-            positions = torch.arange(past, past + ids.shape[1], device=ids.device).expand(ids.shape)  # [B, T]
+            first = torch.tensor(lengths or [past], device=ids.device)[:, None]  # [B or 1, 1]
+            positions = (first + torch.arange(ids.shape[1], device=ids.device)).expand(ids.shape)  # [B, T]
         arguments = {self.cache_keyword: cache, "use_cache": cache is not None}
         taps = _Taps(self._blocks, layers)
         with taps:
             out = self.decoder(
                 input_ids=ids,
                 position_ids=positions,
-                attention_mask=self._masks(past, positions, visible),
+                attention_mask=self._masks(past, lengths, positions, visible),
                 **arguments,
             )
         hidden = out.last_hidden_state  # [B, T, H]
@@ -172,6 +178,32 @@ class Target:
         """The input embeddings of ids, exactly as the target forms them (scaled where it scales): [..., H]."""
         return self.model.get_input_embeddings()(ids)
 
+    def subset(self, layers: Sequence[int]) -> Target:
+        """A target of these decoder layers alone (from 0, ascending), between the same embeddings and output layer.
+
+        It shares modules and weights with this one; a target that is to be packed is packed before. In a cache, the
+        layers left out hold no tokens. Raises UserError where there are no such layers.
+        """
+        chosen = sorted(set(layers))
+        if not chosen or list(layers) != chosen or chosen[0] < 0 or chosen[-1] >= self.n_layers:
+            raise UserError(
+                f"layers {list(layers)} of target {self.name!r}: needs ascending numbers from 0 to {self.n_layers - 1}"
+            )
+        config = copy.deepcopy(self.config)
+        kinds = getattr(config, "layer_types", None)
+        if kinds:
+            config.layer_types = [kinds[layer] for layer in chosen]
+        config.num_hidden_layers = len(chosen)
+        blocks = nn.ModuleList([self._blocks[layer] for layer in chosen])
+        decoder = _with_module(self.decoder, self._blocks, blocks)
+        decoder.config = config
+        twin = copy.copy(self)
+        twin.config, twin.n_layers, twin._blocks, twin.decoder = config, len(chosen), blocks, decoder
+        twin.model = _with_module(self.model, self.decoder, decoder)
+        if self.model.config is self.config:
+            twin.model.config = config
+        return twin
+
     @property
     def rope_theta(self) -> float:
         """The base of the target's rotary positions (of its full-attention layers, where there are two kinds)."""
@@ -197,7 +229,7 @@ class Target:
         return norms[-1] if norms else None
 
     def _scaled(self, logits: Tensor) -> Tensor:
-        """What some families do to logits behind the output layer; `_check_logits` proves it complete."""
+        """What some families do to logits behind the output layer; `_check_decoding` proves it complete."""
         if getattr(self.config, "logit_scale", None):  # Cohere
             logits = logits * self.config.logit_scale
         if getattr(self.config, "logits_scaling", None):  # Granite
@@ -215,41 +247,56 @@ class Target:
             )
 
     @torch.no_grad()
-    def _check_logits(self) -> None:
-        ids = torch.arange(1, 4, device=self.device)[None] % self.vocab_size
-        whole = self.model(input_ids=ids, use_cache=False).logits.float()
-        ours = self.logits(self.forward(ids).hidden)
+    def _check_decoding(self) -> None:
+        """Two continuations of one token, as a tree of three nodes, must give what the model itself says of each."""
+        a, b, c = (token % self.vocab_size for token in (1, 2, 3))
+        whole = self.model(input_ids=torch.tensor([[a, b], [a, c]], device=self.device), use_cache=False).logits.float()
+        tree = torch.tensor([[a, b, c]], device=self.device)
+        visible = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool, device=self.device)
+        positions = torch.tensor([[0, 1, 1]], device=self.device)
+        try:
+            ours = self.logits(self.forward(tree, positions=positions, visible=visible).hidden)[0]  # [3, V]
+        except (ValueError, RuntimeError, TypeError):
+            raise self._unfit("does not take explicit positions and masks, which trees and batches need") from None
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
-        if not torch.allclose(ours, whole, rtol=tolerance, atol=tolerance):
-            raise UserError(
-                f"target {self.name!r} ({self.config.model_type}) changes its logits behind the output layer in a way "
-                "that spechead does not know; it cannot be used"
-            )
 
-    def _masks(self, past: int, positions: Tensor, visible: Tensor | None) -> Any:
-        """The 4-D mask(s) [B, 1, T, P+T]: the cache and the `visible` new tokens, cut by the window of sliding layers.
+        def same(node: int, row: int, place: int) -> bool:
+            return torch.allclose(ours[node], whole[row, place], rtol=tolerance, atol=tolerance)
+
+        if not same(0, 0, 0):
+            raise self._unfit("changes its logits behind the output layer in a way that spechead does not know")
+        if not (same(1, 0, 1) and same(2, 1, 1)):
+            raise self._unfit("does not follow explicit positions and masks, which trees and batches need")
+
+    def _unfit(self, why: str) -> UserError:
+        return UserError(f"target {self.name!r} ({self.config.model_type}) {why}; it cannot be used")
+
+    def _masks(self, past: int, lengths: list[int] | None, positions: Tensor, visible: Tensor | None) -> Any:
+        """The 4-D mask(s) [B, 1, T, P+T]: what the cache holds of each row and the `visible` new tokens, cut by the
+        window of sliding layers.
 
         None where our attention function needs none: one new token, or a plain causal prefill, without a window in
         reach.
         """
         window = getattr(self.config, "sliding_window", None)
         kinds = set(getattr(self.config, "layer_types", None) or ())
-        in_reach = window is not None and int(positions.max()) >= window
         batch, new = positions.shape
-        plain = self._shared_attention and visible is None and (past == 0 or new == 1)
+        in_reach = window is not None and past + new > window  # no position lies behind past + new - 1
+        plain = self._shared_attention and visible is None and lengths is None and (past == 0 or new == 1)
         if plain and not in_reach:
             return {kind: None for kind in kinds} if self._takes_mask_dict and kinds else None
         if visible is None:
             visible = torch.ones(new, new, dtype=torch.bool, device=positions.device).tril()[None]
         allowed = visible.expand(batch, new, new)
-        allowed = torch.cat([allowed.new_ones(batch, new, past), allowed], -1)  # [B, T, P+T]
+        columns = torch.arange(past, device=positions.device)  # [P]; a token's column is its place in the text
+        held = columns < torch.tensor(lengths or [past], device=positions.device)[:, None, None]  # [B or 1, 1, P]
+        allowed = torch.cat([held.expand(batch, new, past), allowed], -1)  # [B, T, P+T]
         full = None if plain else self._additive(allowed)
         if not kinds:
             kinds = {"sliding_attention"} if window is not None else {"full_attention"}
         masks: dict[str, Any] = {"full_attention": full, "sliding_attention": full}
         if window is not None and in_reach and "sliding_attention" in kinds:
-            before = torch.arange(past, device=positions.device).expand(batch, past)
-            keys = torch.cat([before, positions], -1)  # [B, P+T]
+            keys = torch.cat([columns.expand(batch, past), positions], -1)  # [B, P+T]
             near = positions[:, :, None] - keys[:, None, :] < window  # [B, T, P+T]
             masks["sliding_attention"] = self._additive(allowed & near)
         if getattr(self.config, "layer_types", None) and self._takes_mask_dict:
@@ -364,6 +411,15 @@ def _blocks(decoder: nn.Module, n_layers: int, name: str) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == n_layers:
             return module
     raise UserError(f"target {name!r}: no list of {n_layers} decoder layers in {type(decoder).__name__}")
+
+
+def _with_module(module: Any, old: nn.Module, new: nn.Module) -> Any:
+    """A copy of `module` that holds `new` for `old`, wherever in it, and shares all the rest."""
+    twin = copy.copy(module)
+    inside = {name: child for name, child in module.named_children() if any(part is old for part in child.modules())}
+    swapped = {name: new if child is old else _with_module(child, old, new) for name, child in inside.items()}
+    twin._modules = {**module._modules, **swapped}
+    return twin
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

@@ -106,7 +106,7 @@ class Scripted:
     def new_state(self, prompt: Tensor) -> dict[str, int]:
         return {"seen": 0}
 
-    def propose(self, state: dict[str, int], fresh: Tensor, out: TargetOutput, plan: Plan) -> Tree:
+    def propose(self, state: dict[str, int], fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Any = None) -> Tree:
         state["seen"] = state["seen"] + len(fresh) if state["seen"] else 1
         coming = self.text[state["seen"] :] + [0] * 64
         tokens, parents, node = [int(fresh[-1])], [-1], {(): 0}
@@ -123,7 +123,7 @@ class RandomDrafter:
     """Trees of random tokens and random shape."""
 
     layers: Sequence[int] = ()
-    tree: Plan = chain(4)
+    tree: Plan = chain(11)  # no tree is deeper
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -131,7 +131,7 @@ class RandomDrafter:
     def new_state(self, prompt: Tensor) -> None:
         return None
 
-    def propose(self, state: None, fresh: Tensor, out: TargetOutput, plan: Plan) -> Tree:
+    def propose(self, state: None, fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Any = None) -> Tree:
         size = int(torch.randint(1, 12, (1,), generator=self.generator))
         tokens = torch.randint(0, VOCAB, (size,), generator=self.generator)
         parents = torch.tensor([int(torch.randint(0, i + 1, (1,), generator=self.generator)) for i in range(size)])

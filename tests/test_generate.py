@@ -7,7 +7,7 @@ import torch
 from conftest import FAMILIES, RandomDrafter, Scripted, make_target
 
 from spechead.errors import UserError
-from spechead.generate import generate
+from spechead.generate import Speculation, generate
 from spechead.sampling import Sampler
 from spechead.target import Target
 from spechead.tree import Dynamic, Static, chain
@@ -180,6 +180,6 @@ def test_gaps_belong_to_the_tokens(target: Target) -> None:
 def test_plans_are_asked_of_the_drafter(target: Target) -> None:
     prompt = prompt_of(target)
     text = generate(target, prompt, max_new_tokens=30).tokens
-    result = generate(target, prompt, Scripted(text, 8), tree=chain(6), max_new_tokens=29)
+    result = generate(target, prompt, Scripted(text, 8), speculation=Speculation(chain(6)), max_new_tokens=29)
     assert max(result.stats.accepted) == 6
     assert str(Dynamic(30, 5, 4)) == "dynamic:nodes=30,depth=5,topk=4"

@@ -13,7 +13,7 @@ from spechead.cache import Rows
 from spechead.dataset import Batch, Sample, collate
 from spechead.errors import UserError
 from spechead.formats.native import head_target, load_head, save_head
-from spechead.generate import generate
+from spechead.generate import Speculation, generate
 from spechead.heads import HEADS, Head
 from spechead.heads.base import ahead
 from spechead.heads.eagle3 import Eagle3, UnrolledAttention
@@ -190,7 +190,7 @@ def test_draft_cache_is_rebuilt_from_true_features(target: Target) -> None:
         return states[-1]
 
     head.new_state = remember  # type: ignore[method-assign]
-    text = generate(target, prompt, head, tree=PLANS[2], max_new_tokens=20).tokens
+    text = generate(target, prompt, head, speculation=Speculation(PLANS[2]), max_new_tokens=20).tokens
     state = states[0]
     whole = torch.tensor(prompt + text)
     out = target.forward(whole[None], layers=head.layers)
@@ -207,7 +207,8 @@ def test_rows_keep_a_path() -> None:
     rows.append(values[:, :, :2], values[:, :, :2])
     keys, _ = rows.append(values[:, :, 2:], values[:, :, 2:])
     assert keys.flatten().tolist() == [0, 1, 2, 3, 4, 5]
-    rows.keep(2, torch.tensor([0, 3]), 4)
+    rows.move(torch.tensor([0, 0]), torch.tensor([2, 5]), torch.tensor([2, 3]))
+    rows.crop(4)
     keys, _ = rows.append(values[:, :, :1] + 9, values[:, :, :1] + 9)
     assert keys.flatten().tolist() == [0, 1, 2, 5, 9]
 
@@ -223,7 +224,9 @@ def test_lossless_in_every_family(kind: str, family: str) -> None:
     expected = generate(target, prompt, max_new_tokens=24).tokens
     head = make_head(kind, target)
     for plan in PLANS:
-        assert generate(target, prompt, head, tree=plan, max_new_tokens=24).tokens == expected, str(plan)
+        assert generate(target, prompt, head, speculation=Speculation(plan), max_new_tokens=24).tokens == expected, str(
+            plan
+        )
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -234,7 +237,7 @@ def test_overfit_decodes_at_its_full_depth(kind: str, target: Target) -> None:
     fit(head, collate([text], 64), 300)
     prompt = text.ids[:8].tolist()
     for plan in PLANS:
-        result = generate(target, prompt, head, tree=plan, max_new_tokens=24)
+        result = generate(target, prompt, head, speculation=Speculation(plan), max_new_tokens=24)
         assert result.tokens == text.ids[8:].tolist()
         full = [min(4, deep) for deep in result.stats.drafted]
         assert result.stats.accepted == full, str(plan)

@@ -29,7 +29,7 @@ EDGES = {
 # The lowest layer imports only itself, the middle one only itself and the lowest; the rest may import all
 # but the command line.
 LOWEST = {"__init__", "errors", "files", "tree", "verify", "sampling", "cache", "layers", "losses", "metrics"}
-LOWEST |= {"attention", "packed", "stream", "options"}
+LOWEST |= {"chance", "attention", "packed", "stream", "options"}
 MIDDLE = {"target", "embedded", "chat", "dataset", "generate", "log"}
 MIDDLE |= {name for name in MODULES if name.partition(".")[0] in ("heads", "drafters", "formats")}
 

@@ -55,7 +55,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     target = make_target()
     monkeypatch.setattr(module.Target, "load", classmethod(lambda cls, name, **_: target))
     # One character a token makes any text look repetitive.
-    monkeypatch.setattr(module, "refuse_answer", lambda text, tokens: "")
+    monkeypatch.setattr(module, "refuse_answer", lambda text, tokens, keep_loops: "")
     # The toy tokenizer puts spaces between its tokens.
     monkeypatch.setattr(
         target.tokenizer, "decode", lambda ids, **_: "".join(target.tokenizer.convert_ids_to_tokens(ids))

@@ -76,6 +76,14 @@ def test_devices_and_dtypes_are_checked(folder: Path) -> None:
         Target.load(str(folder), dtype="int8")
 
 
+def test_targets_that_take_no_positions_are_refused() -> None:
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=32, n_layer=3, n_head=4)  # ALiBi: counts the keys
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match="bloom"):
+        Target(model, make_toy_tokenizer(), "tiny")
+
+
 def test_layers_that_cannot_be_verified_in_a_tree_are_refused() -> None:
     config = transformers.LlamaConfig(**BASE)
     model = AutoModelForCausalLM.from_config(config)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from spechead.dataset import Batch
+from spechead.sampling import Drawing
 from spechead.target import Target, TargetOutput
 from spechead.tree import Plan, Tree, chain
 
@@ -115,5 +116,5 @@ class Head(nn.Module, ABC):
         """See `drafters.base.Drafter`."""
 
     @abstractmethod
-    def propose(self, state: Any, fresh: Tensor, out: TargetOutput, plan: Plan) -> Tree:
+    def propose(self, state: Any, fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Drawing | None = None) -> Tree:
         """See `drafters.base.Drafter`."""

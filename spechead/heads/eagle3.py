@@ -22,6 +22,7 @@ from spechead.errors import UserError
 from spechead.heads.base import Head, Hits, ahead
 from spechead.layers import Attend, Attention, GatedMLP, RMSNorm
 from spechead.losses import hard_cross_entropy, soft_cross_entropy
+from spechead.sampling import Drawing
 from spechead.target import Target, TargetOutput
 from spechead.tree import Plan, Tree
 
@@ -194,7 +195,7 @@ class Eagle3(Head):
                 loss = loss + weight * hard_cross_entropy(logits, labels[rows])
             else:
                 loss = loss + weight * soft_cross_entropy(logits, teacher.behind(rows, 1 + step))
-            correct[step][rows] = logits.detach().argmax(-1) == labels[rows]
+            correct[step][rows] = logits.detach().max(-1).indices == labels[rows]
         return loss, Hits(correct, ahead(batch, 2)[1])
 
     def _teacher(self, batch: Batch, out: TargetOutput) -> _Teacher:
@@ -206,13 +207,15 @@ class Eagle3(Head):
         return Eagle3State()
 
     @torch.no_grad()
-    def propose(self, state: Eagle3State, fresh: Tensor, out: TargetOutput, plan: Plan) -> Tree:
+    def propose(
+        self, state: Eagle3State, fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Drawing | None = None
+    ) -> Tree:
         """Commit the rows of `fresh`, forget old guesses, and grow a tree behind the last row.
 
         The committed rows are made from the target's true features.
         """
         committed, new = state.committed, fresh.shape[0]
-        state.rows.keep(committed, None, committed)
+        state.rows.crop(committed)
         visible = torch.ones(new, committed + new, dtype=torch.bool, device=fresh.device).tril(committed)
         positions = torch.arange(committed, committed + new, device=fresh.device)
         hidden = self._draft(state, self.fc(out.features), fresh, positions, visible)[:, -1:]  # [1, 1, H]
@@ -228,7 +231,8 @@ class Eagle3(Head):
             drafted = torch.cat([drafted, after], 1)
             return self._log_probabilities(after[0])
 
-        return grow(plan, fresh[-1], self._log_probabilities(hidden[0]), self.draft_ids(), deepen)
+        first = self._log_probabilities(hidden[0])  # [1, D]
+        return grow(plan, fresh[-1], first, self.draft_ids(), deepen, drawing, self.target.vocab_size)
 
     def _draft(self, state: Eagle3State, hidden: Tensor, tokens: Tensor, at: Tensor, visible: Tensor) -> Tensor:
         embedded = self.target.embed(tokens)[None]  # [1, n, H]

@@ -18,6 +18,7 @@ from spechead.drafters.grow import grow
 from spechead.errors import UserError
 from spechead.heads.base import Head, Hits, ahead
 from spechead.losses import hard_cross_entropy
+from spechead.sampling import Drawing
 from spechead.target import Target, TargetOutput
 from spechead.tree import Plan, Tree, chain
 
@@ -101,14 +102,16 @@ class Medusa(Head):
             rows = supervised & inside  # [B, T]
             logits = self.head_logits(out.hidden[rows].to(dtype), k)  # [n, D]
             loss = loss + self.config.decay**k * hard_cross_entropy(logits, labels[rows])
-            correct[k][rows] = logits.detach().argmax(-1) == labels[rows]
+            correct[k][rows] = logits.detach().max(-1).indices == labels[rows]
         return loss, Hits(correct, ahead(batch, 2)[1])
 
     def new_state(self, prompt: Tensor) -> None:
         return None
 
     @torch.no_grad()
-    def propose(self, state: None, fresh: Tensor, out: TargetOutput, plan: Plan) -> Tree:
+    def propose(
+        self, state: None, fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Drawing | None = None
+    ) -> Tree:
         """Head k's distribution serves every node of depth k + 1, whatever its parent."""
         hidden = out.hidden[0, -1:]  # [1, H]
         depth = iter(range(1, self.config.n_heads))
@@ -117,7 +120,8 @@ class Medusa(Head):
             return self.head_logits(hidden, next(depth)).float().log_softmax(-1)
 
         first = self.head_logits(hidden, 0).float().log_softmax(-1)  # [1, D]
-        return grow(plan.limited(self.depths), fresh[-1], first, self.draft_ids(), deepen)
+        plan = plan.limited(self.depths)
+        return grow(plan, fresh[-1], first, self.draft_ids(), deepen, drawing, self.target.vocab_size)
 
 
 def _resolve(c: MedusaConfig, target: Target) -> None:
