@@ -25,10 +25,15 @@ class Rows:
         self._keys: Tensor | None = None  # [B, G, capacity, D]
         self._values: Tensor | None = None  # [B, G, capacity, D]
 
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit before the buffer grows."""
+        return 0 if self._keys is None else self._keys.shape[2]
+
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store [B, G, n, D] more rows; returns views of all rows, [B, G, S, D]."""
         end = self.length + keys.shape[2]
-        if self._keys is None or self._values is None or self._keys.shape[2] < end:
+        if self._keys is None or self._values is None or self.capacity < end:
             self._keys = self._grown(self._keys, keys, end)
             self._values = self._grown(self._values, values, end)
         self._keys[:, :, self.length : end] = keys

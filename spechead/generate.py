@@ -8,7 +8,6 @@ Legend: B texts still being written, P prompt tokens, N nodes of the largest tre
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -335,22 +334,32 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[tuple[str, Any]] = []
-        self.lap("")
+        self._found = dict.fromkeys(PHASES, 0.0)
+        self._last = self._now()
+        self._laps: list[tuple[str, Any, Any]] = []  # that the accelerator may not have reached
 
     def lap(self, phase: str) -> None:
-        """The time since the last mark was this phase's."""
-        if self._device.type == "cuda":
-            mark: Any = torch.cuda.Event(enable_timing=True)
-            mark.record()
-        else:
-            mark = time.perf_counter()
-        self._marks.append((phase, mark))
+        """The time since the last lap was this phase's."""
+        now = self._now()
+        self._laps.append((phase, self._last, now))
+        self._last = now
+        while self._laps and (self._device.type != "cuda" or self._laps[0][2].query()):
+            self._settle(*self._laps.pop(0))
 
     def seconds(self) -> dict[str, float]:
+        """Waits for the accelerator."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        found = dict.fromkeys(PHASES, 0.0)
-        for (_, before), (phase, mark) in itertools.pairwise(self._marks):
-            found[phase] += before.elapsed_time(mark) / 1000 if self._device.type == "cuda" else mark - before
-        return found
+        while self._laps:
+            self._settle(*self._laps.pop(0))
+        return dict(self._found)
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record()
+        return mark
+
+    def _settle(self, phase: str, begin: Any, end: Any) -> None:
+        self._found[phase] += begin.elapsed_time(end) / 1000 if self._device.type == "cuda" else end - begin

@@ -42,13 +42,16 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
-    """Rotate x [B, heads, T, D] by its positions [B, T] (arXiv 2104.09864, halves layout), in float32."""
-    half = x.shape[-1] // 2
-    steps = torch.arange(half, device=x.device, dtype=torch.float32) / half
-    angle = positions[:, None, :, None].float() * theta**-steps  # [B, 1, T, D/2]
-    cos, sin = angle.cos(), angle.sin()
-    first, second = x[..., :half].float(), x[..., half:].float()
+def rotation(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine [B, 1, T, D/2], float32, of the angles at positions [B, T] for heads of `size` D."""
+    steps = torch.arange(size // 2, device=positions.device, dtype=torch.float32) / (size // 2)
+    angle = positions[:, None, :, None].float() * theta**-steps
+    return angle.cos(), angle.sin()
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate x [B, heads, T, D] by its position (arXiv 2104.09864, halves layout), in float32."""
+    first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
@@ -65,7 +68,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [B, T, inputs] -> [B, T, H]
         query, key, value = (self._heads(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        out = attend(rotary(query, positions, self.theta), rotary(key, positions, self.theta), value)
+        cos, sin = rotation(positions, self.head_dim, self.theta)
+        out = attend(rotary(query, cos, sin), rotary(key, cos, sin), value)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:  # [B, T, heads*D] -> [B, heads, T, D]

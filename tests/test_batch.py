@@ -151,3 +151,22 @@ def test_speculation_is_checked() -> None:
     ):
         with pytest.raises(UserError, match=word):
             Speculation(**bad)  # type: ignore[arg-type]
+
+
+def test_memory_grows_with_the_text_and_not_with_the_passes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred passes of eleven nodes each leave no more in the cache than a plain text of the same length."""
+    held: list[KVCache] = []
+
+    class Watched(KVCache):
+        def __init__(self) -> None:
+            super().__init__()
+            held.append(self)
+
+    monkeypatch.setattr("spechead.generate.KVCache", Watched)
+    prompt = prompts_of(target)[0]
+    for drafter in (None, RandomDrafter(3)):
+        assert len(generate(target, prompt, drafter, max_new_tokens=120).tokens) == 120
+    plain, drafted = held
+    assert plain.length == drafted.length == 9 + 120 - 1  # the last token was never read
+    storage = [sum(layer.rows.capacity for layer in cache.layers) for cache in held]
+    assert storage[0] == storage[1]

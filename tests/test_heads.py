@@ -251,12 +251,23 @@ def test_saved_heads_come_back(kind: str, target: Target, tmp_path: Path) -> Non
     head = make_head(kind, target)
     head.tree = PLANS[2]
     save_head(head, tmp_path / "head", {"note": "x"})
-    again = load_head(tmp_path / "head", target)
+    again = load_head(tmp_path / "head", target, dtype=torch.float32)
     assert str(again.tree) == str(PLANS[2]) and head_target(tmp_path / "head") == target.name
     for name, tensor in head.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
     held = {p.data_ptr() for p in target.model.parameters()}
     assert not held & {t.data_ptr() for t in head.state_dict().values()}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_head_that_drafts_in_bfloat16_changes_no_text(kind: str, target: Target, tmp_path: Path) -> None:
+    save_head(make_head(kind, target), tmp_path / "head", {})
+    head = load_head(tmp_path / "head", target, dtype=torch.bfloat16)
+    assert head.dtype == torch.bfloat16 != target.dtype
+    prompt = sample(target, 2).ids.tolist()
+    plain = generate(target, prompt, max_new_tokens=16).tokens
+    for plan in PLANS:
+        assert generate(target, prompt, head, speculation=Speculation(plan), max_new_tokens=16).tokens == plain
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -19,7 +19,7 @@ from spechead.errors import UserError
 from spechead.files import make_folder, read_json, reason, write_json
 from spechead.heads import HEADS, Head
 from spechead.packed import pack_linears
-from spechead.target import Target
+from spechead.target import Target, native_bfloat16
 from spechead.tree import parse_plan
 
 WEIGHTS, CONFIG, FORMAT = "model.safetensors", "config.json", 1
@@ -46,8 +46,11 @@ def save_head(head: Head, folder: Path, meta: dict[str, Any], weights: dict[str,
     write_json(folder / CONFIG, config | {"config": asdict(head.config), "meta": meta})
 
 
-def load_head(folder: Path, target: Target, *, force: bool = False) -> Head:
-    """The head in `folder` for `target`, in the target's dtype; another target is refused unless forced."""
+def load_head(folder: Path, target: Target, *, force: bool = False, dtype: torch.dtype | None = None) -> Head:
+    """The head in `folder` for `target`; another target is refused unless forced.
+
+    It drafts in `dtype`, by default bfloat16 where that is fast, whatever the target computes in: drafts are guesses.
+    """
     config = _read_config(folder)
     if config["target"]["fingerprint"] != target.fingerprint and not force:
         raise UserError(
@@ -61,7 +64,9 @@ def load_head(folder: Path, target: Target, *, force: bool = False) -> Head:
     head = kind(kind.Config(**config["config"]), target)
     _load_strictly(head, folder / WEIGHTS)
     head.tree = parse_plan(config["tree"])
-    head.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+    if dtype is None:
+        dtype = torch.bfloat16 if native_bfloat16(target.device) else target.dtype
+    head.to(device=target.device, dtype=dtype).eval().requires_grad_(False)
     if target.packed:
         pack_linears(head)
     return head

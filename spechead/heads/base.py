@@ -74,6 +74,11 @@ class Head(nn.Module, ABC):
     t2d: Tensor  # bool [V]: whether a target id is in the draft vocabulary
 
     @property
+    def dtype(self) -> torch.dtype:
+        """In which the head computes; drafting may be coarser than the target."""
+        return next(self.parameters()).dtype
+
+    @property
     def reduced(self) -> bool:
         """Whether the draft vocabulary is smaller than the target's."""
         return "d2t" in self._buffers

@@ -178,7 +178,7 @@ class Eagle3(Head):
 
         Its hidden state is the last step's.
         """
-        hidden = self.fc(out.features.to(self.norm.weight.dtype))  # [B, T, H]
+        hidden = self.fc(out.features.to(self.dtype))  # [B, T, H]
         attend = UnrolledAttention(batch.document)
         loss = hidden.new_zeros((), dtype=torch.float32)
         correct = torch.zeros(self.config.steps, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
@@ -218,7 +218,8 @@ class Eagle3(Head):
         state.rows.crop(committed)
         visible = torch.ones(new, committed + new, dtype=torch.bool, device=fresh.device).tril(committed)
         positions = torch.arange(committed, committed + new, device=fresh.device)
-        hidden = self._draft(state, self.fc(out.features), fresh, positions, visible)[:, -1:]  # [1, 1, H]
+        fused = self.fc(out.features.to(self.dtype))  # [1, n, H]
+        hidden = self._draft(state, fused, fresh, positions, visible)[:, -1:]  # [1, 1, H]
         state.committed = base = committed + new
         drafted = hidden[:, :0]  # [1, m, H] hidden states of the rows expanded so far
 
@@ -235,7 +236,7 @@ class Eagle3(Head):
         return grow(plan, fresh[-1], first, self.draft_ids(), deepen, drawing, self.target.vocab_size)
 
     def _draft(self, state: Eagle3State, hidden: Tensor, tokens: Tensor, at: Tensor, visible: Tensor) -> Tensor:
-        embedded = self.target.embed(tokens)[None]  # [1, n, H]
+        embedded = self.target.embed(tokens)[None].to(hidden.dtype)  # [1, n, H]
         return self.midlayer(embedded, hidden, at[None], CachedAttention(state.rows, visible))
 
     def _log_probabilities(self, hidden: Tensor) -> Tensor:  # [n, H] -> [n, D]

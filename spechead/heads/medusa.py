@@ -93,14 +93,13 @@ class Medusa(Head):
 
         It runs over the rows whose token ahead(2 + k) is supervised and in the draft vocabulary.
         """
-        dtype = next(self.parameters()).dtype
         loss = out.hidden.new_zeros((), dtype=torch.float32)
         correct = torch.zeros(self.config.n_heads, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
         for k in range(self.config.n_heads):
             ids, supervised = ahead(batch, 2 + k)
             labels, inside = self.to_draft(ids)
             rows = supervised & inside  # [B, T]
-            logits = self.head_logits(out.hidden[rows].to(dtype), k)  # [n, D]
+            logits = self.head_logits(out.hidden[rows].to(self.dtype), k)  # [n, D]
             loss = loss + self.config.decay**k * hard_cross_entropy(logits, labels[rows])
             correct[k][rows] = logits.detach().max(-1).indices == labels[rows]
         return loss, Hits(correct, ahead(batch, 2)[1])
@@ -113,7 +112,7 @@ class Medusa(Head):
         self, state: None, fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Drawing | None = None
     ) -> Tree:
         """Head k's distribution serves every node of depth k + 1, whatever its parent."""
-        hidden = out.hidden[0, -1:]  # [1, H]
+        hidden = out.hidden[0, -1:].to(self.dtype)  # [1, H]
         depth = iter(range(1, self.config.n_heads))
 
         def deepen(_: Tensor, __: Tensor, ___: Tensor) -> Tensor:
