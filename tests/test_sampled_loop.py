@@ -1,0 +1,116 @@
+"""Sampled drafts through the whole loop: the texts are distributed as the target's own.
+
+Legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from conftest import VOCAB, make_target
+from torch import Tensor
+
+from spechead.generate import Speculation, generate_batch
+from spechead.sampling import Drawing, Sampler
+from spechead.target import Target, TargetOutput
+from spechead.tree import Plan, Static, Tree, chain
+
+PROMPT = [5, 6, 7]
+LENGTH = 3  # tokens of a text: one from the prefill, two from passes
+TOP_K = 4
+
+
+class Guesser:
+    """Draws chains from a fixed table: what follows each token, right in part."""
+
+    layers = ()
+    tree: Plan = chain(2)
+
+    def __init__(self, logits: Tensor) -> None:  # [V, V]
+        self._logp = logits.log_softmax(-1)
+
+    def new_state(self, prompt: Tensor) -> None:
+        return None
+
+    def propose(
+        self, state: None, fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Drawing | None = None
+    ) -> Tree:
+        assert drawing is not None and isinstance(plan, Static)
+        tokens, parents, numbers = [int(fresh[-1])], [-1], {(): 0}
+        drawn_from = torch.zeros(len(plan.choices) + 1, VOCAB)
+        for path, siblings in itertools.groupby(plan.choices, key=lambda choice: choice[:-1]):
+            group = list(siblings)
+            ids, q = drawing.draw(self._logp[tokens[numbers[path]]][None], len(group))
+            drawn_from[numbers[path]] = q[0]
+            for choice, token in zip(group, ids[0].tolist(), strict=True):
+                numbers[choice] = len(tokens)
+                tokens.append(token)
+                parents.append(numbers[path])
+        return Tree(torch.tensor(tokens), torch.tensor(parents), drawn_from)
+
+
+def joint(target: Target) -> dict[tuple[int, ...], float]:
+    """Probability of every text of LENGTH tokens, from the model alone."""
+    sampler = Sampler(1.0, TOP_K)
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(LENGTH):
+        longer: dict[tuple[int, ...], float] = {}
+        for text, weight in found.items():
+            logits = target.logits(target.forward(torch.tensor([PROMPT + list(text)])).hidden[0, -1:])
+            for token, p in enumerate(sampler.probabilities(logits.double())[0].tolist()):
+                if p > 0:
+                    longer[*text, token] = weight * p
+        found = longer
+    return found
+
+
+def chi_square_limit(cells: int) -> float:
+    """The 0.01 % point of chi-square with `cells` - 1 degrees of freedom (Wilson and Hilferty's approximation)."""
+    degrees = cells - 1
+    return degrees * (1 - 2 / (9 * degrees) + 3.719 * math.sqrt(2 / (9 * degrees))) ** 3
+
+
+def statistic(target: Target, rule: str, tree: Plan, draws: int, batch: int = 500) -> tuple[float, int]:
+    """Chi-square of `draws` texts against the target's own distribution, and its cells; rare texts share one."""
+    expected = joint(target)
+    model = torch.stack(
+        [target.logits(target.forward(torch.tensor([[token]])).hidden[0, -1]) for token in range(VOCAB)]
+    )
+    known = torch.zeros(VOCAB, VOCAB)
+    for text in expected:
+        known[[PROMPT[-1], *text[:-1]], list(text)] = 4.0  # so that drafts are often right
+    drafter, speculation = Guesser(model * 0.3 + known), Speculation(tree, rule, 0.9)
+    counts: dict[tuple[int, ...], int] = dict.fromkeys(expected, 0)
+    accepted = 0
+    for start in range(0, draws, batch):
+        samplers = [Sampler(1.0, TOP_K, seed=start + i) for i in range(batch)]
+        texts = generate_batch(
+            target, [PROMPT] * batch, drafter, speculation=speculation, max_new_tokens=LENGTH, samplers=samplers
+        )
+        for text in texts:
+            counts[tuple(text.tokens)] += 1  # a text that the target cannot write is a KeyError
+            accepted += sum(text.stats.accepted)
+    assert accepted > 0.2 * draws
+    rare = [text for text, p in expected.items() if p * draws < 10]
+    cells = [(counts[text], p * draws) for text, p in expected.items() if p * draws >= 10]
+    if rare:
+        cells.append((sum(counts[text] for text in rare), sum(expected[text] for text in rare) * draws))
+    return sum((seen - wanted) ** 2 / wanted for seen, wanted in cells), len(cells)
+
+
+@pytest.mark.parametrize(("rule", "tree"), [("rejection", Static(((0,), (1,), (0, 0)))), ("block", chain(2))])
+def test_a_few_thousand_texts(rule: str, tree: Plan) -> None:
+    target = make_target("llama", seed=2)
+    found, cells = statistic(target, rule, tree, 2000)
+    assert cells > 5 and found < chi_square_limit(cells)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rule", "tree"), [("rejection", Static(((0,), (1,), (0, 0)))), ("block", chain(2))])
+def test_two_hundred_thousand_texts(rule: str, tree: Plan) -> None:
+    target = make_target("llama", seed=2)
+    found, cells = statistic(target, rule, tree, 200_000)
+    assert cells > 20 and found < chi_square_limit(cells)
