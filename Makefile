@@ -43,7 +43,8 @@ demo: $(STAMP) ## train an EAGLE-3 head on the CPU, measure it, show the table (
 long: $(STAMP) ## the same head with twice the data: writes the data, trains and measures (over an hour)
 	@echo "[1/3] writing conversations -> data/long.jsonl"
 	@test -f data/long.jsonl.meta.json || \
-	  $(BIN)/spechead data synthesize --out data/long.jsonl --count 1500 --seed 1 --exclude eval/prompts/held_out.jsonl
+	  $(BIN)/spechead data synthesize --out data/long.jsonl --count 1500 --seed 1 --keep-loops true \
+	    --exclude eval/prompts/held_out.jsonl
 	@echo "[2/3] training: recipes/eagle3-smollm2-long.yaml -> $(LONG)"
 	@$(BIN)/torchrun --nproc_per_node 1 recipes/train.py --config recipes/eagle3-smollm2-long.yaml
 	@echo "[3/3] measuring on the held-out prompts -> $(LONG)/eval"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,60 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spechead.cache import KVCache
-from spechead.chance import Seeded
 from spechead.drafters.base import Drafter
-from spechead.errors import UserError
-from spechead.sampling import Drawing, Sampler
+from spechead.sampling import Sampler
 from spechead.target import Target, TargetOutput
-from spechead.tree import Dynamic, Plan, Tree
-from spechead.verify import RULES, Accepted, own_draw
+from spechead.text import PHASES, Generation, OnCommit, Speculation, Stats, Text
+from spechead.tree import Tree
 
-OnCommit = Callable[[list[int], int], None]
-PHASES = ("prefill", "draft", "verify", "commit", "other")
-
-
-@dataclass
-class Stats:
-    """What one generation did. The prefill and the token it yields are not counted as a pass."""
-
-    passes: int = 0
-    tokens: int = 0  # committed by passes, the bonus included, a cut tail not
-    committed: list[int] = field(default_factory=list)  # tokens of each pass
-    drafted: list[int] = field(default_factory=list)  # depth of the tree of each pass
-    accepted: list[int] = field(default_factory=list)  # drafts accepted in each pass, before any cut
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # of the whole batch
-
-
-@dataclass
-class Generation:
-    """A text and how it came about."""
-
-    tokens: list[int]  # new tokens; the end-of-sequence token is the last where one was drawn
-    finish_reason: str  # "eos", "stop" or "length"
-    stats: Stats
-    gaps: list[float]  # difference of the two best logits where each token was drawn (only if asked for)
-
-
-@dataclass(frozen=True)
-class Speculation:
-    """How drafts are made and judged; as it stands, drafts are ranked and the target's own draw judges them."""
-
-    tree: Plan | None = None  # None: the drafter's own
-    rule: str = ""  # one of verify.RULES; empty: own_draw, or rejection where drafts are sampled
-    draft_temperature: float = 0.0  # above 0, drafts are sampled
-
-    def __post_init__(self) -> None:
-        if self.draft_temperature < 0:
-            raise UserError(f"draft-temperature {self.draft_temperature} is negative; 0 ranks drafts")
-        if not self.rule:
-            object.__setattr__(self, "rule", "rejection" if self.draft_temperature else "own_draw")
-        if self.rule not in RULES:
-            raise UserError(f"rule {self.rule!r} is unknown; known are {', '.join(RULES)}")
-        if RULES[self.rule].sampled and not self.draft_temperature:
-            raise UserError(f"rule {self.rule!r} judges sampled drafts; give a draft-temperature above 0")
-        if self.draft_temperature and isinstance(self.tree, Dynamic):
-            raise UserError(f"tree {self.tree} ranks drafts and cannot sample them; use a chain or a static tree")
-
+__all__ = ["Generation", "OnCommit", "Speculation", "Stats", "generate", "generate_batch"]
 
 RANKED = Speculation()
 
@@ -128,7 +81,7 @@ def generate_batch(
         speculation = replace(speculation, tree=drafter.tree)
     clock = _Clock(target.device)
     texts = [
-        _Text(target, prompt, sampler, speculation, max_new_tokens, stop, keep_gaps)
+        Text(target, prompt, sampler, speculation, max_new_tokens, stop, keep_gaps)
         for prompt, sampler in zip(prompts, samplers or [Sampler() for _ in prompts], strict=True)
     ]
     if on_commit is not None:
@@ -157,7 +110,7 @@ def generate_batch(
     return [text.generation(clock.seconds()) for text in texts]
 
 
-def _prefill(target: Target, texts: Sequence[_Text], drafter: Drafter | None, cache: KVCache) -> None:
+def _prefill(target: Target, texts: Sequence[Text], drafter: Drafter | None, cache: KVCache) -> None:
     """Read the prompts, padded on the right, and draw the first token of each."""
     lengths = [len(text.ids) for text in texts]
     ids = torch.zeros(len(texts), max(lengths), dtype=torch.long, device=target.device)  # [B, P]
@@ -172,7 +125,7 @@ def _prefill(target: Target, texts: Sequence[_Text], drafter: Drafter | None, ca
 
 
 def _forward(
-    target: Target, trees: Sequence[Tree], texts: Sequence[_Text], drafter: Drafter | None, cache: KVCache
+    target: Target, trees: Sequence[Tree], texts: Sequence[Text], drafter: Drafter | None, cache: KVCache
 ) -> TargetOutput:
     """One pass over one tree of each text; smaller trees are padded with nodes that nobody sees."""
     layers = drafter.layers if drafter else ()
@@ -195,138 +148,12 @@ def _padded(visible: Tensor, width: int) -> Tensor:  # bool [n, n] -> [N, N]
     return padded
 
 
-def _still_written(texts: list[_Text], cache: KVCache) -> list[_Text]:
+def _still_written(texts: list[Text], cache: KVCache) -> list[Text]:
     """The texts that have not ended; the others leave the cache, too."""
     alive = [b for b, text in enumerate(texts) if not text.finish_reason]
     if 0 < len(alive) < len(texts):
         cache.select(torch.tensor(alive, device=cache.layers[-1].device))
     return [texts[b] for b in alive]
-
-
-class _Text:
-    """One text of the batch: its tokens, its drafter's state, and the rule that ends it, which is the first of an
-    end-of-sequence token, a stop string and the cap."""
-
-    def __init__(
-        self,
-        target: Target,
-        prompt: Sequence[int],
-        sampler: Sampler,
-        speculation: Speculation,
-        max_new_tokens: int,
-        stop: Sequence[str],
-        keep_gaps: bool,
-    ) -> None:
-        self.cap = _cap(target, len(prompt), max_new_tokens)
-        self.finish_reason = ""
-        self.tokens: list[int] = []
-        self.stats = Stats()
-        self.gaps: list[float] = []
-        self.on_commit: OnCommit | None = None
-        self._prompt = len(prompt)
-        self._ids = torch.zeros(len(prompt) + self.cap, dtype=torch.long, device=target.device)
-        self._ids[: len(prompt)] = torch.tensor(prompt, device=target.device)
-        self._target, self._sampler, self._speculation = target, sampler, speculation
-        self._chance = Seeded(sampler.seed)
-        self._stop, self._keep_gaps = [text for text in stop if text], keep_gaps
-
-    @property
-    def length(self) -> int:
-        return self._prompt + len(self.tokens)
-
-    @property
-    def ids(self) -> Tensor:
-        """int64 [length]: prompt and text so far."""
-        return self._ids[: self.length]
-
-    def begin(self, out: TargetOutput, logits: Tensor, drafter: Drafter | None) -> None:
-        """Draw the first token from the prefill's last logits [1, V]; `out` [1, P, ...] is the prompt's."""
-        logits = self._sampler.processed(logits, Tree.root(self.ids[-1:]), self.ids)
-        first = self._sampler.draw(logits, [self.length])  # [1]
-        self.gaps += _gaps(logits, [0]) if self._keep_gaps else []
-        self._state = drafter.new_state(self.ids) if drafter else None
-        self._fresh, self._out = torch.cat([self.ids[1:], first]), out  # [P], [1, P, ...]
-        self.append(first.tolist(), 0)
-
-    def propose(self, drafter: Drafter | None) -> Tree:
-        """The drafter's tree, without drafts that could not be committed any more."""
-        plan = self._speculation.tree
-        positions = self._target.max_positions - self.length + 1
-        room = min(self.cap - len(self.tokens), positions) - 1  # besides the bonus token
-        if drafter is None or plan is None or room < 1:
-            return Tree.root(self._fresh[-1:])
-        heat = self._speculation.draft_temperature
-        drawing = Drawing(heat, self._chance) if heat else None
-        return drafter.propose(self._state, self._fresh, self._out, plan.limited(room), drawing).pruned(room)
-
-    def judge(self, tree: Tree, logits: Tensor) -> Accepted:
-        """Which drafts stay, given the target's logits [N, V], those of the tree's n nodes first."""
-        logits = self._sampler.processed(logits[: len(tree)], tree, self.ids)  # [n, V]
-        if self._speculation.rule == "own_draw":
-            deepest = min(self._speculation.tree.depth if self._speculation.tree else 0, len(tree) - 1)
-            places = range(self.length, self.length + deepest + 1)
-            result = own_draw(tree, self._sampler.draw(logits, places, tree.depths))
-        else:
-            rule = RULES[self._speculation.rule].function
-            result = rule(tree, self._sampler.probabilities(logits), self._chance)
-        self.gaps += _gaps(logits, result.path) if self._keep_gaps else []
-        self.stats.drafted.append(int(tree.depths.max()))
-        self.stats.accepted.append(len(result.path) - 1)
-        return result
-
-    def take(self, result: Accepted, nodes: TargetOutput) -> None:
-        """Remember the target's rows of the accepted path, from which the next draft is made."""
-        path = torch.tensor(result.path, device=self._ids.device)
-        self._out, self._fresh = nodes.rows(path), torch.tensor(result.tokens, device=self._ids.device)
-
-    def append(self, tokens: list[int], accepted: int) -> None:
-        """Append `tokens` up to the first end."""
-        before = len(self.tokens)
-        for token in tokens:
-            self.tokens.append(token)
-            if token in self._target.eos_ids:
-                self.finish_reason = "eos"
-            elif self._stop and self._stopped():
-                self.finish_reason = "stop"
-            elif len(self.tokens) == self.cap:
-                self.finish_reason = "length"
-            if self.finish_reason:
-                break
-        new = self.tokens[before:]
-        self._ids[self.length - len(new) : self.length] = torch.tensor(new, device=self._ids.device)
-        if before:  # the prefill's token is not a pass's
-            self.stats.passes += 1
-            self.stats.tokens += len(new)
-            self.stats.committed.append(len(new))
-        if self.on_commit:
-            self.on_commit(new, min(accepted, len(new)))
-
-    def generation(self, seconds: dict[str, float]) -> Generation:
-        self.stats.seconds = seconds
-        return Generation(self.tokens, self.finish_reason, self.stats, self.gaps[: len(self.tokens)])
-
-    def _stopped(self) -> bool:
-        """Whether a stop string ends in the newest token; it may have begun up to its own length of tokens before."""
-        reach = 1 + max(len(text.encode()) for text in self._stop)
-        tail = self._target.tokenizer.decode(self.tokens[-reach:], skip_special_tokens=False)
-        return any(text in tail for text in self._stop)
-
-
-def _cap(target: Target, prompt: int, max_new_tokens: int) -> int:
-    if prompt == 0:
-        raise UserError("the prompt is empty; decoding needs at least one token")
-    if max_new_tokens < 1:
-        raise UserError(f"max-new-tokens {max_new_tokens} is below 1")
-    if prompt >= target.max_positions:
-        raise UserError(
-            f"the prompt has {prompt} tokens, but target {target.name!r} has {target.max_positions} positions"
-        )
-    return min(max_new_tokens, target.max_positions - prompt)
-
-
-def _gaps(logits: Tensor, path: Sequence[int]) -> list[float]:
-    best = logits[list(path)].topk(2, -1).values  # [n, 2]
-    return (best[:, 0] - best[:, 1]).tolist()
 
 
 class _Clock:

@@ -30,7 +30,7 @@ EDGES = {
 # but the command line.
 LOWEST = {"__init__", "errors", "files", "tree", "verify", "sampling", "cache", "layers", "losses", "metrics"}
 LOWEST |= {"chance", "attention", "packed", "stream", "options"}
-MIDDLE = {"target", "embedded", "chat", "dataset", "generate", "log"}
+MIDDLE = {"text", "target", "embedded", "chat", "dataset", "generate", "log"}
 MIDDLE |= {name for name in MODULES if name.partition(".")[0] in ("heads", "drafters", "formats")}
 
 
