@@ -1,4 +1,4 @@
-"""`spechead generate`: stream one answer, colour what the head drafted, and compare with plain decoding.
+"""`spechead generate`: stream one answer, colour what was drafted, and compare with plain decoding.
 
 The answer goes to standard output, everything about it to standard error. Knows nothing of how drafts are
 made or verified.
@@ -9,18 +9,17 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from spechead.chat import prompt_ids
+from spechead.decoding import DecodingOptions
+from spechead.drafters.base import Drafter
+from spechead.drafters.named import parse_drafter
 from spechead.errors import UserError
-from spechead.formats.native import head_target, head_template_kwargs, load_head
-from spechead.generate import Generation, Speculation, generate
-from spechead.sampling import Sampler
-from spechead.stream import Decoder, TextStream
+from spechead.generate import RANKED, Generation, OnCommit, generate
+from spechead.stream import Decoder, Piece, TextStream
 from spechead.target import Target
 from spechead.tree import parse_plan
 
@@ -29,44 +28,30 @@ COLOURS = ["green", "cyan", "blue", "magenta", "red", "yellow"]
 WARM_UP_TOKENS = 8
 
 
-@dataclass
-class AnswerOptions:
-    """One answer of the target, drafted by a head."""
+@dataclass(kw_only=True)
+class AnswerOptions(DecodingOptions):
+    """One answer of the target, drafted by a head or by a drafter without training."""
 
-    head: str
-    """Folder of the trained head."""
     prompt: str
     """What the user says."""
-    target: str = ""
-    """Language model; empty: the one the head was trained for."""
     system: str = ""
     """What the system turn says; empty: as the chat template has it."""
+    drafter: str = ""
+    """Drafter without training, in place of a head: prompt_lookup, draft_model:FOLDER, self:0-9,20-29 (the target's
+    layers that are kept), staged:self:0-9+prompt_lookup."""
     tree: str = ""
-    """Tree to draft, such as chain:3 or dynamic:nodes=31,depth=5,topk=4; empty: the head's own."""
-    temperature: float = 0.0
-    """0 always takes the likeliest token."""
-    top_k: int = 0
-    """Sample among the K likeliest tokens; 0: all."""
-    top_p: float = 1.0
-    """Sample among the likeliest tokens that together have this probability; 1: all."""
-    seed: int = 0
-    """Of the sampling."""
-    max_new_tokens: int = 256
-    """Longest answer."""
+    """Tree to draft, such as chain:3 or dynamic:nodes=31,depth=5,topk=4; empty: the drafter's own."""
+    stop: list[str] = field(default_factory=list)
+    """Text that ends the answer, and is not shown itself. May be given several times."""
     plain: bool = True
-    """Decode once more without the head and compare; --no-plain leaves it out."""
-    dtype: str = "float32"
-    """Number format of the target's weights: float32, bfloat16 or float16."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keywords for the chat template, such as {enable_thinking: false}; empty: those of the head's training."""
-    trust_remote_code: bool = False
-    """Run modeling code that the model's own repository brings."""
-    force: bool = False
-    """Use the head with another target than its own."""
+    """Decode once more without drafts and compare; --no-plain leaves it out."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.head) == bool(self.drafter):
+            raise UserError("what drafts? Give either --head or --drafter")
+        if self.tree:
+            self.speculation(parse_plan(self.tree))
         if self.max_new_tokens < 1:
             raise UserError(f"option max_new_tokens: must be at least 1, got {self.max_new_tokens}")
         if not self.prompt.strip():
@@ -76,43 +61,44 @@ class AnswerOptions:
 def answer(options: AnswerOptions) -> None:
     """Load, stream the answer, then say what it took."""
     notes = Console(stderr=True, highlight=False)
-    with notes.status("loading the target and the head"):
-        name = options.target or head_target(Path(options.head))
-        target = Target.load(
-            name, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code
-        )
-        head = load_head(Path(options.head), target, force=options.force)
-    system = [{"role": "system", "content": options.system}] if options.system else []
-    messages = [*system, {"role": "user", "content": options.prompt}]
-    ids = prompt_ids(target.tokenizer, messages, options.template_kwargs or head_template_kwargs(Path(options.head)))
+    with notes.status("loading the target and what drafts for it"):
+        target = options.load_target()
+        drafter = parse_drafter(options.drafter, target) if options.drafter else options.load_head(target)
+    ids = _prompt(options, target)
 
-    def run(drafter: Any, on_commit: Any = None, tokens: int = options.max_new_tokens) -> Generation:
-        sampler = Sampler(options.temperature, options.top_k, options.top_p, options.seed)
-        tree = parse_plan(options.tree) if options.tree and drafter else None
+    def run(drafter: Drafter | None, on_commit: OnCommit | None = None, cap: int = 0) -> Generation:
+        tree = parse_plan(options.tree) if options.tree else None
         return generate(
             target,
             ids,
             drafter,
-            speculation=Speculation(tree),
-            max_new_tokens=tokens,
-            sampler=sampler,
+            speculation=options.speculation(tree) if drafter else RANKED,
+            max_new_tokens=cap or options.max_new_tokens,
+            sampler=options.sampler(),
+            stop=options.stop,
             on_commit=on_commit,
         )
 
-    run(head, tokens=WARM_UP_TOKENS)
-    with Display(target.tokenizer, Console(highlight=False), notes) as display:
-        drafted = run(head, display.commit)
+    run(drafter, cap=WARM_UP_TOKENS)
+    with Display(target.tokenizer, Console(highlight=False), notes, options.stop) as display:
+        drafted = run(drafter, display.commit)
     if options.plain and notes.is_terminal:
-        notes.print("decoding once more without the head, to compare", style="dim")  # no spinner: it costs time
+        notes.print("decoding once more without drafts, to compare", style="dim")  # no spinner: it costs time
     plain = run(None) if options.plain else None
-    notes.print(closing(drafted, plain, display.seconds), soft_wrap=True)
+    notes.print(closing(options, drafted, plain, display.seconds), soft_wrap=True)
+
+
+def _prompt(options: AnswerOptions, target: Target) -> list[int]:
+    system = [{"role": "system", "content": options.system}] if options.system else []
+    messages = [*system, {"role": "user", "content": options.prompt}]
+    return prompt_ids(target.tokenizer, messages, options.template())
 
 
 class Display:
     """The answer on the terminal, token by token; plain text where there is none."""
 
-    def __init__(self, tokenizer: Decoder, console: Console, notes: Console) -> None:
-        self.stream = TextStream(tokenizer)
+    def __init__(self, tokenizer: Decoder, console: Console, notes: Console, stop: Sequence[str] = ()) -> None:
+        self.stream = TextStream(tokenizer, stop)
         self.console = console
         self.notes = notes
         self.seconds = 0.0  # spent on showing, which is not decoding
@@ -127,38 +113,49 @@ class Display:
     def commit(self, tokens: Sequence[int], n_accepted: int) -> None:
         """Show what one pass committed: its first `n_accepted` tokens were drafts."""
         for i, token in enumerate(tokens):
-            colour = COLOURS[min(i, len(COLOURS) - 1)] if i < n_accepted else ""
-            self._show(self.stream.push(token), colour)
+            self._show(self.stream.push(token, i + 1 if i < n_accepted else 0))
 
     def __exit__(self, *_: object) -> None:
-        self._show(self.stream.close() + "\n")
+        self._show([*self.stream.close(), ("\n", 0)])
 
-    def _show(self, text: str, colour: str = "") -> None:
+    def _show(self, pieces: Sequence[Piece]) -> None:
         begin = time.perf_counter()
-        if self.console.is_terminal:
-            # A model can write escape sequences; a terminal must not obey them.
-            text = text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}")
-            self.console.out(text, style=colour, end="", highlight=False)
-        else:
-            self.console.file.write(text)
-            self.console.file.flush()
+        for text, depth in pieces:
+            if self.console.is_terminal:
+                # A model can write escape sequences; a terminal must not obey them.
+                text = text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}")
+                colour = COLOURS[min(depth, len(COLOURS)) - 1] if depth else ""
+                self.console.out(text, style=colour, end="", highlight=False)
+            else:
+                self.console.file.write(text)
+                self.console.file.flush()
         self.seconds += time.perf_counter() - begin
 
 
-def closing(drafted: Generation, plain: Generation | None, display_seconds: float = 0.0) -> str:
-    """Tokens per pass and per second, beside plain decoding where it ran."""
+def closing(
+    options: DecodingOptions, drafted: Generation, plain: Generation | None, display_seconds: float = 0.0
+) -> str:
+    """Tokens per pass and per second, beside plain decoding where it ran, and what is known of the text."""
     stats = drafted.stats
     if not stats.passes:
         return "the first token ended the answer: nothing was drafted"
-    passes = f"{stats.tokens} tokens in {stats.passes} passes"
+    ending = {"eos": "", "stop": "; ended by a stop string", "length": "; cut off, the model would write on"}
+    mark = " (lossy)" if options.lossy else ""
+    passes = f"{stats.tokens} tokens in {stats.passes} passes{ending[drafted.finish_reason]}"
     speed = tokens_per_second(drafted, display_seconds)
     lines = [
-        f"{stats.tokens / stats.passes:.2f} tokens per pass ({passes})",
-        f"{speed:.1f} tokens per second",
+        f"{stats.tokens / stats.passes:.2f} tokens per pass{mark} ({passes})",
+        f"{speed:.1f} tokens per second{mark}",
     ]
     if plain is not None:
         plain_speed = tokens_per_second(plain)
-        lines[-1] += f", plain decoding {plain_speed:.1f}: x{speed / plain_speed:.2f}"
+        lines[-1] += f", plain decoding {plain_speed:.1f}: x{speed / plain_speed:.2f}{mark}"
+    rule = options.speculation().rule
+    if options.lossy:
+        lines.append(f"LOSSY: under the rule {rule} the text does not follow the target's distribution")
+    elif not options.comparable:
+        lines.append(f"under the rule {rule} the text follows plain decoding's distribution, with other draws")
+    elif plain is not None:
         at = first_difference(drafted.tokens, plain.tokens)
         where = "is identical to" if at is None else f"from token {at} on differs from"
         lines.append(f"the text {where} plain decoding's")

@@ -1,4 +1,4 @@
-"""Measure a head: plain and speculative decoding of the same prompts, interleaved, in one process.
+"""Measure a head and other drafters: plain and speculative decoding of the same prompts, interleaved, in one process.
 
 Writes report.json and report.html and prints the table. What the numbers mean stands in metrics.py, how they
 are pooled in suites.py, how they look in report.py. Knows nothing of any particular head.
@@ -13,70 +13,78 @@ from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from spechead import __version__, chat, metrics
 from spechead.cache import KVCache
+from spechead.decoding import DecodingOptions
 from spechead.drafters.base import Drafter
+from spechead.drafters.named import parse_drafter
+from spechead.drafters.prompt_lookup import PromptLookup
+from spechead.drafters.staged import Staged
 from spechead.errors import UserError
 from spechead.files import make_folder, reason, shipped, write_json
-from spechead.formats.native import head_target, head_template_kwargs, load_head
-from spechead.generate import Speculation, generate
+from spechead.generate import RANKED, Speculation, generate
 from spechead.log import Progress
 from spechead.page import write_html
 from spechead.prompts import Prompt, read_prompts, spread
 from spechead.report import print_report
-from spechead.sampling import Sampler
 from spechead.stream import TextStream
 from spechead.suites import Comparison, Reference, Run, divergence, predicted, rows, suite
 from spechead.target import Target
-from spechead.tree import Plan, parse_plan
+from spechead.tree import Plan, Static, chain, parse_plan
 
 DEFAULT_PROMPTS = "eval/prompts/held_out.jsonl"
 WARM_UP_TOKENS = 32
 GENERATE = "generate"
 PLAIN = "plain"
+CHAINS_ONLY = (PromptLookup, Staged)  # drafters that do not branch, whatever tree they are asked for
+
+T = TypeVar("T")
 
 
-@dataclass
-class EvalOptions:
-    head: str
-    """Folder of the trained head."""
-    target: str = ""
-    """Model that decodes: smollm2-135m, a local folder or a hub id. Empty: the head's own."""
+@dataclass(kw_only=True)
+class EvalOptions(DecodingOptions):
+    """How many tokens a pass yields, how much faster that is, and whether the text stays the same."""
+
+    drafter: list[str] = field(default_factory=list)
+    """Drafter without training, measured beside the head or, with a target, alone: prompt_lookup, draft_model:FOLDER,
+    self:0-9,20-29 (the target's layers that are kept), staged:self:0-9+prompt_lookup. May be given several times."""
+    tree: list[str] = field(default_factory=list)
+    """Shape to draft, such as chain:3 or dynamic:nodes=15,depth=4,topk=3. The first is the main one; further ones are
+    measured beside it on the same prompts. Drafters that do not branch take the chains among them. Empty: each
+    drafter's own; a head's is stored with it."""
     prompts: str = ""
     """JSONL file of prompts, {"question_id", "category", "turns"} a line. Empty: spechead's own 40."""
-    tree: list[str] = field(default_factory=list)
-    """Shapes to draft, such as chain:3 or dynamic:nodes=15,depth=4,topk=3. The first is the main one; further
-    ones are measured beside it on the same prompts. Empty: the shape stored with the head."""
-    temperature: float = 0.0
-    """0 decodes greedily; above it, samples."""
-    top_k: int = 0
-    """Sample among the K likeliest tokens; 0: all."""
-    top_p: float = 1.0
-    """Sample among the likeliest tokens that together have this probability; 1: all."""
-    seed: int = 0
-    """Seed of sampling; the same for plain and speculative decoding, so that their texts must agree."""
-    max_new_tokens: int = 256
-    """Longest answer, in tokens."""
     limit: int = 0
     """Use only this many prompts, spread over the kinds; 0: all."""
-    dtype: str = "float32"
-    """Precision of the target: float32, bfloat16 or float16."""
-    device: str = "auto"
-    """cpu, cuda or auto."""
     generate_prompts: int = 8
     """How many prompts, spread over the kinds, transformers' own generate decodes too."""
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keywords for the chat template, such as {enable_thinking: false}; empty: those of the head's training."""
     out: str = ""
-    """Folder for report.json and report.html. Empty: RUN/eval for a head in RUN/head, else HEAD/eval."""
-    force: bool = False
-    """Use the head with a target that it was not trained for."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the target's files."""
+    """Folder for report.json and report.html. Empty: RUN/eval for a head in RUN/head, else HEAD/eval; runs/eval
+    without a head."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.head and not self.drafter:
+            raise UserError("nothing to measure: give --head, --drafter or both")
+        for plan in self.plans:
+            self.speculation(plan)
+        for name in ("limit", "generate_prompts"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name} {getattr(self, name)}: must be 0 or more")
+        if self.max_new_tokens < 2:
+            raise UserError(
+                f"max_new_tokens {self.max_new_tokens}: must be 2 or more, since the prefill gives the first"
+            )
+
+    @property
+    def plans(self) -> list[Plan]:
+        """The trees asked for, each once."""
+        return list({str(plan): plan for plan in map(parse_plan, self.tree)}.values())
 
 
 @dataclass
@@ -89,38 +97,48 @@ class Question:
     seed: int
 
 
+@dataclass
+class Mode:
+    """One way to draft that is compared with plain decoding."""
+
+    name: str  # in the report; no two have the same
+    kind: str  # of the drafter
+    drafter: Drafter
+    plan: Plan
+    speculation: Speculation
+    lossy: bool
+
+    def about(self) -> dict[str, Any]:
+        """What the report's numbers of this mode are marked with."""
+        return {"drafter": self.kind, "tree": str(self.plan), "rule": self.speculation.rule, "lossy": self.lossy}
+
+
 def evaluate(options: EvalOptions) -> dict[str, Any]:
     """The whole measurement: returns the report, which is then on disk and on the console."""
     file = Path(options.prompts) if options.prompts else shipped(DEFAULT_PROMPTS)
-    _check(options)
-    if not options.out and not Path(options.head).is_dir():  # else a mistyped name would become a folder
-        raise UserError(f"no head at {options.head}: a folder that training wrote is expected")
-    out = Path(options.out) if options.out else default_folder(Path(options.head))
+    out = _out_folder(options)
     prompts = read_prompts(file)
     prompts = spread(prompts, options.limit) if options.limit else prompts
-    named = list({str(plan): plan for plan in map(parse_plan, options.tree)}.values())
     _check_writable(out)
 
-    name = options.target or head_target(Path(options.head))
-    target = Target.load(name, dtype=options.dtype, device=options.device, trust_remote_code=options.trust_remote_code)
-    head = load_head(Path(options.head), target, force=options.force)
-    plans = named or [head.tree]
+    target = options.load_target()
+    modes = _modes(options, target)
     questions = _questions(prompts, target, options)
 
-    comparisons = measure(target, head, plans, questions, options)
-    verifying = dict(zip(comparisons, verify_costs(target, [plan.nodes + 1 for plan in plans]), strict=True))
+    comparisons = measure(target, modes, questions, options)
+    verifying = verify_costs(target, [mode.plan.nodes + 1 for mode in modes])
     report = {
         "schema": 1,
         "target": target.name,
         "head": options.head,
-        "kind": head.kind,
+        "kind": modes[0].kind,
         "dtype": options.dtype,
         "device": str(target.device),
         "machine": describe_machine(target.device),
-        "settings": _settings(options, file, plans, target),
-        "suites": _suites(file.stem, comparisons, verifying),
-        "examples": [_example(pair, plans[0], target) for pair in _first_of_each_kind(comparisons[str(plans[0])])],
-        "runs": [row for tree, pairs in comparisons.items() for row in rows(pairs, tree)],
+        "settings": _settings(options, file, modes, target),
+        "suites": _suites(file.stem, modes, comparisons, verifying),
+        "examples": [_example(pair, modes[0], target) for pair in _first_of_each_kind(comparisons[modes[0].name])],
+        "runs": [row for mode in modes for row in rows(comparisons[mode.name], mode.about())],
     }
     write_json(out / "report.json", report)
     write_html(report, out / "report.html")
@@ -131,20 +149,19 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------ preparing
 
 
+def _out_folder(options: EvalOptions) -> Path:
+    if options.out:
+        return Path(options.out)
+    if not options.head:
+        return Path("runs/eval")
+    if not Path(options.head).is_dir():  # else a mistyped name would become a folder
+        raise UserError(f"no head at {options.head}: a folder that training wrote is expected")
+    return default_folder(Path(options.head))
+
+
 def default_folder(head: Path) -> Path:
     """A run keeps its head in RUN/head and its evaluation in RUN/eval."""
     return (head.parent if head.name == "head" else head) / "eval"
-
-
-def _check(options: EvalOptions) -> None:
-    Sampler(options.temperature, options.top_k, options.top_p)  # complains itself
-    for name in ("limit", "generate_prompts"):
-        if getattr(options, name) < 0:
-            raise UserError(f"{name} {getattr(options, name)}: must be 0 or more")
-    if options.max_new_tokens < 2:
-        raise UserError(
-            f"max_new_tokens {options.max_new_tokens}: must be 2 or more, since the prefill gives the first"
-        )
 
 
 def _check_writable(out: Path) -> None:
@@ -158,9 +175,31 @@ def _check_writable(out: Path) -> None:
         raise UserError(f"cannot write into the folder {out}: {reason(error)}") from error
 
 
+def _modes(options: EvalOptions, target: Target) -> list[Mode]:
+    """The head with each tree, then each other drafter with each tree that it can draft."""
+    drafters: dict[str, Drafter] = {}
+    if options.head:
+        head = options.load_head(target)
+        drafters[head.kind] = head
+    drafters |= {name: parse_drafter(name, target) for name in options.drafter}
+    modes = []
+    for kind, drafter in drafters.items():
+        asked = [plan for plan in options.plans if _is_chain(plan) or not isinstance(drafter, CHAINS_ONLY)]
+        for plan in asked or [drafter.tree]:
+            name = f"{kind} {plan}" if asked else kind
+            if kind not in options.drafter:  # the head
+                name = str(plan)
+            modes.append(Mode(name, kind, drafter, plan, options.speculation(plan), options.lossy))
+    return modes
+
+
+def _is_chain(plan: Plan) -> bool:
+    return isinstance(plan, Static) and plan.choices == chain(plan.depth).choices
+
+
 def _questions(prompts: Sequence[Prompt], target: Target, options: EvalOptions) -> list[Question]:
     """Encode the prompts, and leave each no more new tokens than the target has positions for."""
-    template = options.template_kwargs or head_template_kwargs(Path(options.head))
+    template = options.template()
     questions = []
     for index, prompt in enumerate(prompts):
         messages = [{"role": "user", "content": prompt.text}]
@@ -177,96 +216,90 @@ def _questions(prompts: Sequence[Prompt], target: Target, options: EvalOptions) 
 
 # ------------------------------------------------------------------------------------------------ measuring
 
-Comparisons = dict[str, list[Comparison]]  # by plan, in the order of the prompts
+Comparisons = dict[str, list[Comparison]]  # by the name of the mode, in the order of the prompts
 
 
-def measure(
-    target: Target, head: Drafter, plans: Sequence[Plan], questions: Sequence[Question], options: EvalOptions
-) -> Comparisons:
-    """Decode every question in every mode, the modes in turns and in alternating order, after a warm-up."""
+def measure(target: Target, modes: Sequence[Mode], questions: Sequence[Question], options: EvalOptions) -> Comparisons:
+    """Decode every question plainly and in every mode, in turns and in alternating order, after a warm-up."""
     decode = partial(_decode, target, options)
-    modes: dict[str, Callable[[Question], Run]] = {PLAIN: decode}
-    for plan in plans:
-        modes[str(plan)] = partial(decode, head=head, plan=plan)
+    decoders: dict[str, Callable[[Question], Run]] = {PLAIN: decode}
+    decoders |= {mode.name: partial(decode, mode=mode) for mode in modes}
     with_generate = {p.question_id for p in spread([q.prompt for q in questions], options.generate_prompts)}
 
-    for mode in modes.values():
-        mode(_shortened(questions[0]))
+    for decoder in decoders.values():
+        decoder(_shortened(questions[0]))
     if with_generate:
         _decode_by_generate(target, options, _shortened(questions[0]))
 
-    runs: dict[str, list[Run]] = {name: [] for name in modes}
+    runs: dict[str, list[Run]] = {name: [] for name in decoders}
     references: list[Reference | None] = []
-    total = len(questions) * len(modes) + len(with_generate)
+    total = len(questions) * len(decoders) + len(with_generate)
     with Progress("evaluate", total, unit="run") as progress:
         for turn, question in enumerate(questions):
-            order = [*modes, GENERATE] if question.prompt.question_id in with_generate else [*modes]
+            order = [*decoders, GENERATE] if question.prompt.question_id in with_generate else [*decoders]
             reference = None
             for name in order if turn % 2 == 0 else reversed(order):
                 if name == GENERATE:
                     reference = _decode_by_generate(target, options, question)
                 else:
-                    runs[name].append(modes[name](question))
-                progress.advance(1, note=_so_far(runs, str(plans[0])))
+                    runs[name].append(decoders[name](question))
+                progress.advance(1, note=_so_far(runs[modes[0].name]))
             references.append(reference)
 
     comparisons: Comparisons = {}
-    for plan in plans:
-        pairs = zip(questions, runs[PLAIN], runs[str(plan)], references, strict=True)
-        comparisons[str(plan)] = [_compare(target, options, *pair) for pair in pairs]
+    for mode in modes:
+        pairs = zip(questions, runs[PLAIN], runs[mode.name], references, strict=True)
+        comparisons[mode.name] = [_compare(target, options, *pair) for pair in pairs]
     return comparisons
 
 
-def _decode(
-    target: Target,
-    options: EvalOptions,
-    question: Question,
-    head: Drafter | None = None,
-    plan: Plan | None = None,
-) -> Run:
+def _decode(target: Target, options: EvalOptions, question: Question, mode: Mode | None = None) -> Run:
     commits: list[tuple[list[int], int]] = []
-    sampler = _sampler(options, question)
-    _synchronise(target.device)
-    start = time.perf_counter()
-    done = generate(
+    done, seconds = _timed(
         target,
-        question.ids,
-        head,
-        speculation=Speculation(plan),
-        max_new_tokens=question.max_new_tokens,
-        sampler=sampler,
-        on_commit=lambda tokens, accepted: commits.append((list(tokens), accepted)),
+        lambda: generate(
+            target,
+            question.ids,
+            mode.drafter if mode else None,
+            speculation=mode.speculation if mode else RANKED,
+            max_new_tokens=question.max_new_tokens,
+            sampler=options.sampler(question.seed),
+            on_commit=lambda tokens, accepted: commits.append((list(tokens), accepted)),
+        ),
     )
-    _synchronise(target.device)
-    return Run(done.tokens, time.perf_counter() - start, done.stats, commits)
+    return Run(done.tokens, seconds, done.stats, commits)
 
 
 def _decode_by_generate(target: Target, options: EvalOptions, question: Question) -> Reference:
     """transformers' own decoder on the same model object: what plain decoding has to keep up with."""
     ids = torch.tensor([question.ids], device=target.device)
-    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    sampling: dict[str, Any] = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
     if options.temperature > 0:
-        sampling = {
-            "do_sample": True,
-            "temperature": options.temperature,
-            "top_k": options.top_k,
-            "top_p": options.top_p,
-        }
+        cuts = {"top_k": options.top_k, "top_p": options.top_p, "min_p": options.min_p or None}
+        sampling = {"do_sample": True, "temperature": options.temperature, **cuts}
         torch.manual_seed(question.seed)
-    _synchronise(target.device)
-    start = time.perf_counter()
-    whole: Any = target.model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=question.max_new_tokens,
-        eos_token_id=sorted(target.eos_ids) or None,
-        pad_token_id=min(target.eos_ids, default=0),
-        repetition_penalty=1.0,
-        **sampling,
+    whole, seconds = _timed(
+        target,
+        lambda: target.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=question.max_new_tokens,
+            eos_token_id=sorted(target.eos_ids) or None,
+            pad_token_id=min(target.eos_ids, default=0),
+            repetition_penalty=options.repetition_penalty,
+            **sampling,
+        ),
     )
-    _synchronise(target.device)
-    seconds = time.perf_counter() - start
     return Reference(whole[0, len(question.ids) :].tolist(), seconds, comparable=options.temperature == 0)
+
+
+def _timed(target: Target, work: Callable[[], T]) -> tuple[T, float]:
+    """What `work` returns, and the seconds until the device has done it."""
+    target.synchronise()
+    start = time.perf_counter()
+    result = work()
+    target.synchronise()
+    return result, time.perf_counter() - start
 
 
 def _compare(
@@ -277,15 +310,17 @@ def _compare(
     speculative: Run,
     reference: Reference | None,
 ) -> Comparison:
-    """Plain beside speculative. Where they differ, plain is decoded once more, outside the clock, for the gap
-    between its two best logits there."""
+    """Plain beside speculative. Where they differ and must not, plain is decoded once more, outside the clock, for the
+    gap between its two best logits there."""
+    if not options.comparable:
+        return Comparison(question.prompt, plain, speculative, reference, comparable=False)
     found = divergence(question.prompt, plain.tokens, speculative.tokens)
     if found is not None:
         gaps = generate(
             target,
             question.ids,
             max_new_tokens=question.max_new_tokens,
-            sampler=_sampler(options, question),
+            sampler=options.sampler(question.seed),
             keep_gaps=True,
         ).gaps
         found["gap"] = gaps[found["position"]] if found["position"] < len(gaps) else None
@@ -300,60 +335,54 @@ def verify_costs(target: Target, sizes: Sequence[int], past: int = 200, repeats:
     past = min(past, target.max_positions - max(sizes))
     cache = KVCache()
     target.forward(torch.zeros(1, past, dtype=torch.long, device=target.device), cache=cache)
+
+    def verify(ids: Tensor, visible: Tensor | None) -> None:
+        out = target.forward(ids, cache=cache, visible=visible)
+        target.logits(out.hidden[0]).max(-1)
+
     seconds: dict[int, list[float]] = {size: [] for size in (1, *sizes)}
     for _ in range(repeats):
         for size, taken in seconds.items():
             ids = torch.zeros(1, size, dtype=torch.long, device=target.device)
             visible = torch.ones(1, size, size, dtype=torch.bool, device=target.device).tril()
-            _synchronise(target.device)
-            start = time.perf_counter()
-            out = target.forward(ids, cache=cache, visible=visible if size > 1 else None)
-            target.logits(out.hidden[0]).max(-1)
-            _synchronise(target.device)
-            taken.append(time.perf_counter() - start)
+            _, spent = _timed(target, partial(verify, ids, visible if size > 1 else None))
+            taken.append(spent)
             cache.crop(past)
     return [median(seconds[size]) / median(seconds[1]) for size in sizes]
-
-
-def _sampler(options: EvalOptions, question: Question) -> Sampler:
-    return Sampler(options.temperature, options.top_k, options.top_p, question.seed)
 
 
 def _shortened(question: Question) -> Question:
     return Question(question.prompt, question.ids, min(WARM_UP_TOKENS, question.max_new_tokens), question.seed)
 
 
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _so_far(runs: dict[str, list[Run]], tree: str) -> str:
-    passes = sum(run.stats.passes for run in runs[tree])
-    tau = metrics.acceptance_length(sum(run.stats.tokens for run in runs[tree]), passes)
+def _so_far(runs: Sequence[Run]) -> str:
+    passes = sum(run.stats.passes for run in runs)
+    tau = metrics.acceptance_length(sum(run.stats.tokens for run in runs), passes)
     return "" if tau is None else f"{tau:.2f} tokens per pass"
 
 
 # ------------------------------------------------------------------------------------------------ reporting
 
 
-def _suites(stem: str, comparisons: Comparisons, verifying: dict[str, float]) -> dict[str, Any]:
-    """The first tree under the file's name and by kind; each further tree as FILE@TREE."""
+def _suites(stem: str, modes: Sequence[Mode], comparisons: Comparisons, verifying: Sequence[float]) -> dict[str, Any]:
+    """The first mode under the file's name and by kind of prompt; each further mode as FILE@MODE."""
     found: dict[str, Any] = {}
-    for index, (tree, pairs) in enumerate(comparisons.items()):
-        name = stem if index == 0 else f"{stem}@{tree}"
-        found[name] = suite(pairs, tree)
-        found[name]["predicted"] = predicted(found[name], verifying[tree])
-        if index == 0:
+    for mode, v in zip(modes, verifying, strict=True):
+        name, pairs = f"{stem}@{mode.name}" if found else stem, comparisons[mode.name]
+        found[name] = suite(pairs, mode.about())
+        found[name]["predicted"] = predicted(found[name], v)
+        if name == stem:
             for kind in dict.fromkeys(pair.prompt.category for pair in pairs):
-                found[f"{stem}/{kind}"] = suite([pair for pair in pairs if pair.prompt.category == kind], tree)
+                chosen = [pair for pair in pairs if pair.prompt.category == kind]
+                found[f"{stem}/{kind}"] = suite(chosen, mode.about())
     return found
 
 
-def _settings(options: EvalOptions, file: Path, plans: Sequence[Plan], target: Target) -> dict[str, Any]:
+def _settings(options: EvalOptions, file: Path, modes: Sequence[Mode], target: Target) -> dict[str, Any]:
     return asdict(options) | {
         "prompts": options.prompts or DEFAULT_PROMPTS,
-        "tree": [str(plan) for plan in plans],
+        "tree": list(dict.fromkeys(str(mode.plan) for mode in modes)),
+        "rule": modes[0].speculation.rule,
         "target_fingerprint": target.fingerprint,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"spechead": __version__} | {name: version(name) for name in ("torch", "transformers")},
@@ -392,22 +421,19 @@ def _first_of_each_kind(pairs: Sequence[Comparison]) -> list[Comparison]:
     return list(first.values())
 
 
-def _example(pair: Comparison, plan: Plan, target: Target) -> dict[str, Any]:
+def _example(pair: Comparison, mode: Mode, target: Target) -> dict[str, Any]:
     """An answer in pieces [text, depth]: depth of the accepted draft, 0 where the target wrote it itself."""
     stream = TextStream(target.tokenizer)
     pieces: list[list[Any]] = []
     for tokens, accepted in pair.speculative.commits:
         for index, token in enumerate(tokens):
-            text, depth = stream.push(token), index + 1 if index < accepted else 0
-            if text:
-                pieces.append([text, depth])
-    if rest := stream.close():
-        pieces.append([rest, 0])
+            pieces += map(list, stream.push(token, index + 1 if index < accepted else 0))
+    pieces += map(list, stream.close())
     prompt = pair.prompt
     return {
         "prompt": prompt.question_id,
         "category": prompt.category,
         "text": prompt.text,
-        "tree": str(plan),
+        "tree": str(mode.plan),
         "pieces": pieces,
     }

@@ -17,9 +17,12 @@ from spechead.report import (
     cells,
     identical,
     main_suite,
+    named,
     number,
     remarks,
+    tables,
     title,
+    verdict,
     with_interval,
 )
 
@@ -32,24 +35,17 @@ def write_html(report: dict[str, Any], path: Path) -> None:
 
 def render_html(report: dict[str, Any]) -> str:
     entry = main_suite(report)[1]
-    figures = [
-        ("Acceptance by depth", plots.acceptance(entry)),
-        ("Time per pass", plots.phases(entry)),
-        ("Speed-up", plots.speedups(report["suites"])),
-        ("Tokens per pass", plots.tokens_per_pass(entry)),
-    ]
-    drawn = "".join(f"<figure><figcaption>{escape(label)}</figcaption>{svg}</figure>" for label, svg in figures)
+    about = f"{report['dtype']} on {report['device']}, tree {entry['tree']}, rule {entry['rule']}"
     return PAGE.format(
         title=escape(title(report)),
         style=STYLE,
-        subtitle=escape(f"{report['dtype']} on {report['device']}, tree {entry['tree']}, {entry['prompts']} prompts"),
+        subtitle=escape(f"{about}, {entry['prompts']} prompts"),
         cards=_cards(entry),
         remarks="".join(
-            f'<li class="{"alarm" if alarm else "note"}">{escape(text)}</li>' for alarm, text in remarks(report)
+            f'<li class="{"alarm" if alarm else "note"}">{escape(text)}</li>' for alarm, text in _remarks(report)
         ),
-        head="".join(f"<th>{escape(column)}</th>" for column in COLUMNS[1:]),
-        rows="".join(_row(*item) for item in report["suites"].items()),
-        figures=drawn,
+        tables="".join(map(_table, tables(report))),
+        figures=_figures(report),
         legend=_legend(),
         examples="".join(_example(example) for example in report["examples"]),
         settings=_pairs(report["settings"] | {"head": report["head"], "target": report["target"]}),
@@ -59,6 +55,24 @@ def render_html(report: dict[str, Any]) -> str:
 
 def escape(value: Any) -> str:
     return html.escape(str(value), quote=True)
+
+
+def _remarks(report: dict[str, Any]) -> list[tuple[bool, str]]:
+    """The remarks, and what is known of the text where no card tells it."""
+    entry = main_suite(report)[1]
+    good, sentence = verdict(entry)
+    return [(not good, sentence), *remarks(report)] if not entry["lossless"]["checked"] else remarks(report)
+
+
+def _figures(report: dict[str, Any]) -> str:
+    entry = main_suite(report)[1]
+    figures = [
+        (named("Acceptance by depth", entry), plots.acceptance(entry)),
+        (named("Time per pass", entry), plots.phases(entry)),
+        *((named("Speed-up", next(iter(suites.values()))), plots.speedups(suites)) for suites in tables(report)),
+        (named("Tokens per pass", entry), plots.tokens_per_pass(entry)),
+    ]
+    return "".join(f"<figure><figcaption>{escape(label)}</figcaption>{svg}</figure>" for label, svg in figures)
 
 
 def _cards(entry: dict[str, Any]) -> str:
@@ -73,18 +87,25 @@ def _cards(entry: dict[str, Any]) -> str:
         ),
     ]
     shown = [(with_interval(value, None, prefix), label, _bounds(bounds)) for label, value, bounds, prefix in cards]
-    shown.append((identical(entry), "prompts with text identical to plain decoding", ""))
+    if entry["lossless"]["checked"]:
+        shown.append((identical(entry), "prompts with text identical to plain decoding", ""))
     predicted = entry["predicted"]["speedup"]
     if predicted is not None:
         shown.append(("x" + number(predicted), "speed-up predicted by the speed model, without prefill", ""))
     return "".join(
-        f'<div class="card"><b>{escape(value)}</b>{escape(label)}<small>{escape(more)}</small></div>'
+        f'<div class="card"><b>{escape(value)}</b>{escape(named(label, entry))}<small>{escape(more)}</small></div>'
         for value, label, more in shown
     )
 
 
 def _bounds(bounds: Sequence[float] | None) -> str:
     return "" if bounds is None else f"95 %: {number(bounds[0])} to {number(bounds[1])}"
+
+
+def _table(suites: dict[str, dict[str, Any]]) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS[1:])
+    rows = "".join(_row(*item) for item in suites.items())
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
 def _row(name: str, entry: dict[str, Any]) -> str:
@@ -164,7 +185,7 @@ PAGE = """<!doctype html>
 <div class="cards">{cards}</div>
 <ul class="remarks">{remarks}</ul>
 <h2>Results</h2>
-<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>
+{tables}
 <p>Tokens per pass: tokens committed by the target's passes over passes, the bonus token included, pooled over
 the prompts; plain decoding has 1. Speed-up: plain seconds per token over speculative seconds per token,
 prefill included, the runs of the two interleaved. Brackets: 95 % intervals by bootstrap over prompts.

@@ -26,9 +26,27 @@ def main_suite(report: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def whole_suites(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The suites of all prompts, one a tree: those of single kinds repeat the main one's prompts."""
-    name, _ = main_suite(report)
-    return {key: entry for key, entry in report["suites"].items() if not key.startswith(f"{name}/")}
+    """The suites of all prompts, one a drafter and tree, as `named`: those of single kinds repeat the main one's."""
+    main, _ = main_suite(report)
+    return {named(name, entry): entry for name, entry in report["suites"].items() if not name.startswith(f"{main}/")}
+
+
+def tables(report: dict[str, Any]) -> list[dict[str, dict[str, Any]]]:
+    """All suites, as `named`, in one table or two: numbers of a lossy rule never stand beside others."""
+    both: dict[bool, dict[str, dict[str, Any]]] = {}
+    for name, entry in report["suites"].items():
+        both.setdefault(is_lossy(entry), {})[named(name, entry)] = entry
+    return list(both.values())
+
+
+def is_lossy(entry: dict[str, Any]) -> bool:
+    """Whether the suite's text may leave the target's distribution; reports of before there were rules do not say."""
+    return bool(entry.get("lossy"))
+
+
+def named(name: str, entry: dict[str, Any]) -> str:
+    """`name`, marked where the numbers behind it are those of a lossy rule."""
+    return f"{name} (lossy)" if is_lossy(entry) else name
 
 
 def number(value: float | None, digits: int = 2) -> str:
@@ -42,11 +60,26 @@ def with_interval(value: float | None, bounds: Sequence[float] | None, prefix: s
 
 
 def identical(entry: dict[str, Any]) -> str:
-    return f"{entry['lossless']['equal']}/{entry['lossless']['checked']}"
+    if is_lossy(entry):
+        return "lossy"
+    found = entry["lossless"]
+    return f"{found['equal']}/{found['checked']}" if found["checked"] else "not compared"
+
+
+def verdict(entry: dict[str, Any]) -> tuple[bool, str]:
+    """What is known of the suite's text: (is it as it should be, sentence)."""
+    if is_lossy(entry):
+        return False, f"LOSSY: under the rule {entry['rule']} the text does not follow the target's distribution"
+    found = entry["lossless"]
+    if not found["checked"]:
+        same = f"under the rule {entry['rule']} the text follows plain decoding's distribution (tests enumerate it)"
+        return True, f"{same} with other draws: equality is not expected and was not checked"
+    return found["equal"] == found["checked"], f"text identical to plain decoding: {identical(entry)} prompts"
 
 
 def title(report: dict[str, Any]) -> str:
-    return f"{report['kind']} head on {report['target']}"
+    drafter = report["kind"] if report.get("head") == "" else f"{report['kind']} head"
+    return named(f"{drafter} on {report['target']}", main_suite(report)[1])
 
 
 def remarks(report: dict[str, Any]) -> list[tuple[bool, str]]:
@@ -64,9 +97,9 @@ def remarks(report: dict[str, Any]) -> list[tuple[bool, str]]:
     if costs is not None and tau is not None:
         parts = ", ".join(f"{name} {costs[name]:.2f}" for name in ("verify", "draft", "rest"))
         cost = f"a pass costs {costs['break_even']:.2f} plain passes ({parts})"
-        found.append((False, f"{cost} and yields {tau:.2f} tokens"))
+        found.append((False, named(f"{cost} and yields {tau:.2f} tokens", entry)))
     if entry["speedup"] is not None and entry["speedup"] < 1:
-        slower = f"speculation is slower than plain decoding here: x{entry['speedup']:.2f}"
+        slower = named(f"speculation is slower than plain decoding here: x{entry['speedup']:.2f}", entry)
         found.append((True, f"{slower}; a smaller tree may help"))
     return found
 
@@ -114,29 +147,24 @@ def cells(name: str, entry: dict[str, Any]) -> list[str]:
 
 
 def print_report(report: dict[str, Any], out: Path, console: Console | None = None) -> None:
-    """The table and the remarks; plain aligned text where the output is not a terminal."""
+    """The table, or two, and the remarks; plain aligned text where the output is not a terminal."""
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=PLAIN_WIDTH, color_system=None)
-    table = Table(
-        box=None,
-        title=Text(f"{title(report)}, {report['dtype']}"),
-        title_justify="left",
-        padding=(0, 2, 0, 0),
-    )
-    for column in COLUMNS:
-        table.add_column(column, justify="right" if column == "prompts" else "left", overflow="fold")
-    for index, (name, entry) in enumerate(report["suites"].items()):
-        table.add_row(*(Text(cell) for cell in cells(name, entry)), style="bold" if index == 0 else None)
-    console.print(table)
+    for index, suites in enumerate(tables(report)):
+        heading = f"{title(report)}, {report['dtype']}" if index == 0 else ""
+        console.print(_table(suites, heading))
     for alarm, sentence in remarks(report):
         console.print(Text(sentence, style="bold red" if alarm else "dim"), soft_wrap=True)
-    _, entry = main_suite(report)
-    same = entry["lossless"]["equal"] == entry["lossless"]["checked"]
-    console.print(
-        Text(
-            f"text identical to plain decoding: {identical(entry)} prompts",
-            style="green" if same else "bold red",
-        )
-    )
+    good, sentence = verdict(main_suite(report)[1])
+    console.print(Text(sentence, style="green" if good else "bold red"), soft_wrap=True)
     console.print(Text(f"report: {out / 'report.html'}"), soft_wrap=True)
+
+
+def _table(suites: dict[str, dict[str, Any]], heading: str) -> Table:
+    table = Table(box=None, title=Text(heading), title_justify="left", padding=(0, 2, 0, 0))
+    for column in COLUMNS:
+        table.add_column(column, justify="right" if column == "prompts" else "left", overflow="fold")
+    for index, (name, entry) in enumerate(suites.items()):
+        table.add_row(*(Text(cell) for cell in cells(name, entry)), style="bold" if index == 0 else None)
+    return table

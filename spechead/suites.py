@@ -41,6 +41,7 @@ class Comparison:
     speculative: Run
     reference: Reference | None = None
     divergence: dict[str, Any] | None = None  # None: the tokens are equal
+    comparable: bool = True  # False: equality is not asked for, since the rule draws otherwise or is lossy
 
 
 def divergence(prompt: Prompt, plain: Sequence[int], speculative: Sequence[int]) -> dict[str, Any] | None:
@@ -58,16 +59,17 @@ def divergence(prompt: Prompt, plain: Sequence[int], speculative: Sequence[int])
     return None
 
 
-def suite(pairs: Sequence[Comparison], tree: str) -> dict[str, Any]:
-    """The report's entry for a set of prompts decoded with one tree."""
+def suite(pairs: Sequence[Comparison], about: dict[str, Any]) -> dict[str, Any]:
+    """The report's entry for a set of prompts decoded in one way, which `about` describes."""
     stats = [pair.speculative.stats for pair in pairs]
     passes, tokens = sum(s.passes for s in stats), sum(s.tokens for s in stats)
     drafted = [d for s in stats for d in s.drafted]
     accepted = [a for s in stats for a in s.accepted]
     per_prompt = [s.tokens for s in stats], [s.passes for s in stats]
     divergences = [pair.divergence for pair in pairs if pair.divergence is not None]
+    checked = sum(pair.comparable for pair in pairs)
     return {
-        "tree": tree,
+        **about,
         "prompts": len(pairs),
         "passes": passes,
         "tokens": tokens,
@@ -81,8 +83,8 @@ def suite(pairs: Sequence[Comparison], tree: str) -> dict[str, Any]:
         "generate_ratio": _generate_ratio(pairs),
         "generate_equal": _generate_equal(pairs),
         "lossless": {
-            "checked": len(pairs),
-            "equal": len(pairs) - len(divergences),
+            "checked": checked,
+            "equal": checked - len(divergences),
             "divergences": divergences,
         },
         "plain_passes": sum(pair.plain.stats.passes for pair in pairs),
@@ -92,20 +94,20 @@ def suite(pairs: Sequence[Comparison], tree: str) -> dict[str, Any]:
     }
 
 
-def rows(pairs: Sequence[Comparison], tree: str) -> list[dict[str, Any]]:
+def rows(pairs: Sequence[Comparison], about: dict[str, Any]) -> list[dict[str, Any]]:
     """One short row a prompt, from which every pooled number can be formed again."""
     return [
         {
             "prompt": pair.prompt.question_id,
             "category": pair.prompt.category,
-            "tree": tree,
+            **about,
             "tokens": len(pair.speculative.tokens),
             "passes": pair.speculative.stats.passes,
             "committed": pair.speculative.stats.tokens,
             "seconds": round(pair.speculative.seconds, 4),
             "plain_tokens": len(pair.plain.tokens),
             "plain_seconds": round(pair.plain.seconds, 4),
-            "equal": pair.divergence is None,
+            "equal": pair.divergence is None if pair.comparable else None,
         }
         for pair in pairs
     ]

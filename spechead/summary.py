@@ -62,7 +62,9 @@ def figures(report: dict[str, Any]) -> Table:
             f"{number(s['speculative_tokens_per_s'], 1)}, plain decoding {number(s['plain_tokens_per_s'], 1)}"
             for s in suites.values()
         ],
-        "text identical to plain decoding": [f"{identical(s)} prompts" for s in suites.values()],
+        "text identical to plain decoding": [
+            identical(s) + (" prompts" if s["lossless"]["checked"] else "") for s in suites.values()
+        ],
     }
     for label, cells in rows.items():
         table.add_row(label, *map(Text, cells))

@@ -173,6 +173,11 @@ class Target:
             self._held_rows = (rows, self._output_weight[rows], None if bias is None else bias[rows])
         return self._held_rows[1], self._held_rows[2]
 
+    def synchronise(self) -> None:
+        """Wait until the device has done all that it was told to; then a clock may be read."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
         """The input embeddings of ids, exactly as the target forms them (scaled where it scales): [..., H]."""

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import Scripted, make_target
 
-from spechead import cli, evaluate
+from spechead import cli, decoding, evaluate, page
 from spechead.chat import prompt_ids
 from spechead.errors import UserError
 from spechead.evaluate import EvalOptions
@@ -68,16 +68,21 @@ def use(monkeypatch: pytest.MonkeyPatch, target: Target) -> Use:
 
     def install(head: Any) -> None:
         monkeypatch.setattr(Target, "load", classmethod(lambda cls, name, **_: target))
-        monkeypatch.setattr(evaluate, "load_head", lambda *_, **__: head)
-        monkeypatch.setattr(evaluate, "head_target", lambda _: "tiny-llama")
-        monkeypatch.setattr(evaluate, "head_template_kwargs", lambda _: {})
+        monkeypatch.setattr(decoding, "load_head", lambda *_, **__: head)
+        monkeypatch.setattr(decoding, "head_target", lambda _: "tiny-llama")
+        monkeypatch.setattr(decoding, "head_template_kwargs", lambda _: {})
+        monkeypatch.setattr(evaluate, "write_html", lambda *_: None)  # drawing takes longer than decoding here
 
     return install
 
 
 def options(file: Path, **more: Any) -> EvalOptions:
     settings = {"max_new_tokens": 24, "generate_prompts": 0, "out": str(file.parent / "out")}
-    return EvalOptions(head="h", **{"prompts": str(file)} | settings | more)
+    return EvalOptions(**{"head": "h", "prompts": str(file)} | settings | more)
+
+
+def alone(file: Path, *drafters: str, **more: Any) -> EvalOptions:
+    return options(file, head="", target="tiny", drafter=list(drafters), **more)
 
 
 # ---------------------------------------------------------------------------------------- scripted decoding
@@ -96,11 +101,14 @@ class FakeDecoder:
         return self.now
 
     def __call__(
-        self, target: Target, prompt: Sequence[int], drafter: Any = None, *, tree: Any = None, **more: Any
+        self, target: Target, prompt: Sequence[int], drafter: Any = None, *, speculation: Any = None, **more: Any
     ) -> Generation:
+        named = type(drafter).__name__ + " " if not isinstance(drafter, Scripted) else ""
         count = min(10, more["max_new_tokens"])
         tokens, gaps = list(range(count)), [i / 10 for i in range(count)] if more.get("keep_gaps") else []
-        self.calls.append((str(tree) if drafter else "gaps" if gaps else "plain", more["max_new_tokens"]))
+        self.calls.append(
+            (f"{named}{speculation.tree}" if drafter else "gaps" if gaps else "plain", more["max_new_tokens"])
+        )
         self.now += count * (0.5 if drafter else 1.0)
         if drafter:
             tokens[3] = 99 if self.speculative in self.differs else 3
@@ -134,6 +142,48 @@ def test_modes_are_interleaved_in_alternating_order_after_a_warm_up(prompts: Pat
     assert fake.calls[:3] == [(mode, evaluate.WARM_UP_TOKENS) for mode in modes]
     expected = [*modes, *reversed(modes), *modes, *reversed(modes)]
     assert fake.calls[3:] == [(mode, 50) for mode in expected]
+
+
+def test_drafters_are_measured_beside_the_head_in_the_same_turns(prompts: Path, fake: FakeDecoder) -> None:
+    drafters = ["prompt_lookup", "self:0-3", "staged:self:0-3+prompt_lookup"]
+    report = evaluate.evaluate(options(prompts, drafter=drafters, limit=2))
+    modes = ["plain", "chain:3", "PromptLookup chain:10", "SelfSpeculative chain:4", "Staged chain:4"]
+    assert [mode for mode, _ in fake.calls] == [*modes, *modes, *reversed(modes)]
+    assert list(report["suites"]) == ["few", "few/a", "few/b", *(f"few@{drafter}" for drafter in drafters)]
+    assert [entry["drafter"] for entry in report["suites"].values()] == ["scripted"] * 3 + drafters
+    assert [(row["drafter"], row["prompt"]) for row in report["runs"]] == [
+        (drafter, prompt) for drafter in ("scripted", *drafters) for prompt in (1, 2)
+    ]
+    assert (report["head"], report["kind"]) == ("h", "scripted")
+    assert report["settings"]["drafter"] == drafters
+    assert report["settings"]["tree"] == ["chain:3", "chain:10", "chain:4"]
+
+
+def test_trees_are_for_all_drafters_that_can_draft_them(prompts: Path, fake: FakeDecoder) -> None:
+    trees = ["static:[[0],[1]]", "chain:2"]
+    report = evaluate.evaluate(options(prompts, drafter=["prompt_lookup", "self:0-3"], tree=trees, limit=1))
+    wholes = {name: entry["tree"] for name, entry in report["suites"].items() if "/" not in name}
+    assert wholes == {
+        "few": trees[0],
+        "few@chain:2": "chain:2",
+        "few@prompt_lookup chain:2": "chain:2",
+        "few@self:0-3 static:[[0],[1]]": trees[0],
+        "few@self:0-3 chain:2": "chain:2",
+    }
+    report = evaluate.evaluate(options(prompts, drafter=["prompt_lookup"], tree=trees[:1], limit=1))
+    assert report["suites"]["few@prompt_lookup"]["tree"] == "chain:10", "its own, as none of these is a chain"
+
+
+def test_the_first_drafter_is_the_main_one_where_there_is_no_head(
+    prompts: Path, fake: FakeDecoder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(prompts.parent)
+    report = evaluate.evaluate(alone(prompts, "self:0-3", "prompt_lookup", "self:0-3", out=""))
+    assert (report["head"], report["kind"]) == ("", "self:0-3")
+    assert list(report["suites"]) == ["few", "few/a", "few/b", "few@prompt_lookup"]
+    assert report["suites"]["few"]["drafter"] == "self:0-3"
+    assert "self:0-3 on tiny-llama, float32" in capsys.readouterr().out
+    assert (prompts.parent / "runs" / "eval" / "report.json").exists()
 
 
 def test_numbers_of_a_scripted_measurement(prompts: Path, fake: FakeDecoder) -> None:
@@ -213,12 +263,18 @@ def test_answers_are_cut_to_the_positions_of_the_target(
         ({"generate_prompts": -2}, "generate_prompts -2"),
         ({"max_new_tokens": 1}, "max_new_tokens 1"),
         ({"temperature": -1.0}, "temperature -1.0"),
+        ({"rule": "hope"}, "rule 'hope' is unknown; known are own_draw, rejection, block, typical"),
+        ({"rule": "rejection"}, "rule 'rejection' judges sampled drafts; give a draft-temperature above 0"),
+        ({"tree": ["chain:2", "dynamic:nodes=8,depth=4,topk=3"], "draft_temperature": 1.0}, "cannot sample them"),
+        ({"head": ""}, "no target: give --target, or --head"),
+        ({"head": "", "drafter": ["prompt_lookup"]}, "no target: give --target, or --head"),
+        ({"head": "", "target": "tiny"}, "nothing to measure: give --head, --drafter or both"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_loaded(
     prompts: Path, fake: FakeDecoder, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr(evaluate, "head_target", lambda _: pytest.fail("loaded"))
+    monkeypatch.setattr(decoding, "head_target", lambda _: pytest.fail("loaded"))
     with pytest.raises(UserError, match=message):
         evaluate.evaluate(options(prompts, **more))
 
@@ -226,9 +282,32 @@ def test_mistakes_are_named_before_anything_is_loaded(
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(
     prompts: Path, fake: FakeDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(evaluate, "head_target", lambda _: pytest.fail("loaded"))
+    monkeypatch.setattr(decoding, "head_target", lambda _: pytest.fail("loaded"))
     with pytest.raises(UserError, match=r"few\.jsonl"):
         evaluate.evaluate(options(prompts, out=str(prompts / "below")))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"drafter": ["prompt_look"]}, "drafter 'prompt_look' is not understood"),
+        ({"drafter": ["self:0-9"]}, "0-9 is no range of the layers 0-6"),
+        ({"drafter": ["self:0-3", "prompt_lookup"], "draft_temperature": 1.0}, "prompt_lookup copies its drafts"),
+    ],
+)
+def test_a_drafter_that_does_not_fit_is_named(prompts: Path, use: Use, more: dict[str, Any], message: str) -> None:
+    use(None)
+    with pytest.raises(UserError, match=message):
+        evaluate.evaluate(options(prompts, head="", target="tiny", **more))
+    assert list((prompts.parent / "out").iterdir()) == []
+
+
+def test_a_head_whose_own_tree_cannot_be_sampled_is_refused(prompts: Path, use: Use) -> None:
+    head = Scripted([], 0, parse_plan("dynamic:nodes=8,depth=4,topk=3"))
+    head.kind = "scripted"  # type: ignore[attr-defined]
+    use(head)
+    with pytest.raises(UserError, match=r"tree dynamic:.* cannot sample them; use a chain or a static tree"):
+        evaluate.evaluate(options(prompts, draft_temperature=1.0))
 
 
 def test_a_head_of_a_run_is_reported_beside_it() -> None:
@@ -273,6 +352,54 @@ def test_plain_decoding_is_compared_with_generate_of_transformers(prompts: Path,
     assert sampled["generate_equal"] == {"checked": 0, "equal": 0} and sampled["generate_ratio"] > 0
 
 
+def test_a_repetition_penalty_is_plain_decodings_and_generates_too(prompts: Path, use: Use, target: Target) -> None:
+    use(None)
+    penalised = alone(prompts, "prompt_lookup", "self:0-4", repetition_penalty=1.5, generate_prompts=2, limit=2)
+    report = evaluate.evaluate(penalised)
+    assert report["suites"]["few"]["generate_equal"] == {"checked": 2, "equal": 2}
+    assert report["suites"]["few"]["lossless"]["equal"] == report["suites"]["few@self:0-4"]["lossless"]["equal"] == 2
+    ids = encoded(target, ROWS[0][1])
+    assert report["runs"][0]["plain_tokens"] == 24
+    assert generate(target, ids, sampler=Sampler(repetition_penalty=1.5)).tokens != generate(target, ids).tokens
+
+
+SAMPLED = {"temperature": 0.8, "draft_temperature": 1.2, "top_k": 20, "min_p": 0.02, "limit": 2}
+
+
+@pytest.mark.parametrize("rule", ["own_draw", "rejection", "block", "typical"])
+def test_only_text_that_must_be_equal_is_compared(
+    prompts: Path, use: Use, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use(None)
+    report = evaluate.evaluate(alone(prompts, "self:0-6", rule=rule, generate_prompts=1, **SAMPLED))
+    entry, out = report["suites"]["few"], capsys.readouterr().out
+    assert (entry["rule"], entry["lossy"], report["settings"]["rule"]) == (rule, rule == "typical", rule)
+    assert entry["passes"] > 0 and entry["speedup"] > 0
+    if rule == "own_draw":
+        assert entry["lossless"]["equal"] == entry["lossless"]["checked"] == 2
+        assert "text identical to plain decoding: 2/2 prompts" in out
+        return
+    assert entry["lossless"] == {"checked": 0, "equal": 0, "divergences": []}
+    assert [row["equal"] for row in report["runs"]] == [None, None]
+    assert "identical to plain decoding" not in out
+    if rule == "typical":
+        assert "self:0-6 on tiny-llama (lossy)" in out and "LOSSY: under the rule typical" in out
+        written = json.loads((prompts.parent / "out" / "report.json").read_text())
+        assert all(suite["lossy"] for suite in written["suites"].values())
+        assert all(row["lossy"] for row in written["runs"])
+        assert "LOSSY: under the rule typical" in page.render_html(written)
+    else:
+        assert f"under the rule {rule} the text follows plain decoding's distribution" in out
+
+
+@pytest.mark.parametrize("rule", ["", "own_draw", "block"])
+def test_greedy_text_is_compared_under_every_lossless_rule(prompts: Path, use: Use, rule: str) -> None:
+    use(None)
+    report = evaluate.evaluate(alone(prompts, "self:0-4", rule=rule, draft_temperature=0.5, limit=2))
+    assert report["suites"]["few"]["rule"] == (rule or "rejection")
+    assert report["suites"]["few"]["lossless"] == {"checked": 2, "equal": 2, "divergences": []}
+
+
 def test_verify_costs_give_one_ratio_for_each_size(target: Target) -> None:
     costs = evaluate.verify_costs(target, [4, 9, 4], past=20, repeats=2)
     assert len(costs) == 3 and min(costs) > 0 and costs[0] == costs[2]
@@ -312,3 +439,20 @@ def test_the_entry_of_a_checkout_is_the_same_command(
         runpy.run_path(str(Path(__file__).parents[1] / "eval" / "run.py"), run_name="__main__")
     assert exit_.value.code == 2
     assert capsys.readouterr().err == "spechead: error: limit -1: must be 0 or more\n"
+
+
+def test_the_command_measures_a_drafter_without_a_head(
+    prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = make_target()
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    draft = f"draft_model:{tmp_path / 'target'}"
+    command = ["eval", "--target", str(tmp_path / "target"), "--drafter", draft, "--drafter", "prompt_lookup:ngram=2"]
+    limits = ["--max-new-tokens", "11", "--limit", "2", "--generate-prompts", "0", "--device", "cpu"]
+    cli.main([*command, *limits, "--prompts", str(prompts), "--out", str(tmp_path / "out")])
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["schema"], report["head"], report["kind"]) == (1, "", draft)
+    assert report["suites"]["few"]["acceptance_length"] == 5.0, "the target itself drafts"
+    assert report["suites"]["few@prompt_lookup:ngram=2"]["lossless"]["equal"] == 2
+    assert "text identical to plain decoding: 2/2 prompts" in capsys.readouterr().out

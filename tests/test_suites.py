@@ -25,11 +25,12 @@ def pair(number: int, plain_seconds: float, seconds: float, accepted: list[int],
     return Comparison(Prompt(number, "a", "?"), plain, ours, **options)  # type: ignore[arg-type]
 
 
+CHAIN = {"tree": "chain:2", "lossy": False}
 PAIRS = [pair(1, 7.0, 3.0, [2, 1, 0]), pair(2, 4.0, 4.0, [0, 2])]  # 7 and 5 tokens in 3 and 2 passes
 
 
 def test_counts_are_pooled_over_passes() -> None:
-    entry = suites.suite(PAIRS, "chain:2")
+    entry = suites.suite(PAIRS, CHAIN)
     assert (entry["prompts"], entry["passes"], entry["tokens"]) == (2, 5, 10)
     assert entry["acceptance_length"] == 2.0
     assert entry["survival"] == [3 / 5, 2 / 5]
@@ -40,7 +41,7 @@ def test_counts_are_pooled_over_passes() -> None:
 
 
 def test_speed_is_pooled_over_tokens_with_the_macro_mean_beside_it() -> None:
-    entry = suites.suite(PAIRS, "chain:2")
+    entry = suites.suite(PAIRS, CHAIN)
     assert entry["plain_tokens_per_s"] == pytest.approx(12 / 11)
     assert entry["speculative_tokens_per_s"] == pytest.approx(12 / 7)
     assert entry["speedup"] == pytest.approx(11 / 7)
@@ -49,14 +50,14 @@ def test_speed_is_pooled_over_tokens_with_the_macro_mean_beside_it() -> None:
 
 
 def test_without_prefill_the_first_token_is_left_out_too() -> None:
-    entry = suites.suite(PAIRS, "chain:2")["without_prefill"]
+    entry = suites.suite(PAIRS, CHAIN)["without_prefill"]
     assert entry["plain_tokens_per_s"] == pytest.approx(10 / 9)
     assert entry["speculative_tokens_per_s"] == pytest.approx(10 / 5)
     assert entry["speedup"] == pytest.approx(9 / 5)
 
 
 def test_costs_and_prediction_follow_the_speed_model() -> None:
-    entry = suites.suite([pair(1, 7.0, 3.0, [2, 1, 0])], "chain:2")
+    entry = suites.suite([pair(1, 7.0, 3.0, [2, 1, 0])], CHAIN)
     # plain: 6 passes in 6 s. Speculative: 3 passes, verify 1.25 s, draft 0.5 s, commit 0.25 s.
     assert entry["costs"] == pytest.approx(
         {"verify": 1.25 / 3, "draft": 0.5 / 3, "rest": 0.25 / 3, "break_even": 2 / 3, "plain_verify": 1.0}
@@ -70,22 +71,36 @@ def test_costs_and_prediction_follow_the_speed_model() -> None:
 
 def test_generate_is_compared_on_the_prompts_that_it_ran() -> None:
     with_reference = pair(1, 6.0, 3.0, [2, 1, 0], reference=Reference(list(range(7)), 5.0))
-    entry = suites.suite([with_reference, pair(2, 50.0, 4.0, [0, 2])], "chain:2")
+    entry = suites.suite([with_reference, pair(2, 50.0, 4.0, [0, 2])], CHAIN)
     assert entry["generate_ratio"] == pytest.approx(6 / 5)
     assert entry["generate_equal"] == {"checked": 1, "equal": 1}
-    assert suites.suite(PAIRS, "chain:2")["generate_ratio"] is None
+    assert suites.suite(PAIRS, CHAIN)["generate_ratio"] is None
     sampled = pair(1, 6.0, 3.0, [2, 1, 0], reference=Reference([9], 5.0, comparable=False))
-    assert suites.suite([sampled], "chain:2")["generate_equal"] == {"checked": 0, "equal": 0}
+    assert suites.suite([sampled], CHAIN)["generate_equal"] == {"checked": 0, "equal": 0}
 
 
 def test_divergences_are_listed_and_counted() -> None:
     where = {"prompt": 2, "position": 3, "plain_token": 1, "speculative_token": 2, "gap": 0.1}
-    entry = suites.suite([PAIRS[0], pair(2, 4.0, 4.0, [0, 2], divergence=where)], "chain:2")
+    entry = suites.suite([PAIRS[0], pair(2, 4.0, 4.0, [0, 2], divergence=where)], CHAIN)
     assert entry["lossless"] == {"checked": 2, "equal": 1, "divergences": [where]}
-    assert [row["equal"] for row in suites.rows([PAIRS[0], pair(2, 4, 4, [0], divergence=where)], "t")] == [
+    assert [row["equal"] for row in suites.rows([PAIRS[0], pair(2, 4, 4, [0], divergence=where)], CHAIN)] == [
         True,
         False,
     ]
+
+
+def test_nothing_is_said_of_the_equality_of_pairs_that_cannot_be_compared() -> None:
+    pairs = [pair(1, 7.0, 3.0, [2, 1, 0], comparable=False), pair(2, 4.0, 4.0, [0, 2], comparable=False)]
+    entry = suites.suite(pairs, CHAIN)
+    assert entry["lossless"] == {"checked": 0, "equal": 0, "divergences": []}
+    assert entry["acceptance_length"] == 2.0
+    assert [row["equal"] for row in suites.rows(pairs, CHAIN)] == [None, None]
+
+
+def test_suites_and_rows_carry_what_they_are_about() -> None:
+    about = {"drafter": "prompt_lookup", "tree": "chain:2", "rule": "typical", "lossy": True}
+    assert suites.suite(PAIRS, about).items() >= about.items()
+    assert all(row.items() >= about.items() for row in suites.rows(PAIRS, about))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +122,7 @@ def test_divergence(plain: list[int], ours: list[int], expected: tuple[int, int 
 
 
 def test_answers_of_one_token_leave_gaps_not_errors() -> None:
-    entry = suites.suite([pair(1, 1.5, 1.5, [])], "chain:2")
+    entry = suites.suite([pair(1, 1.5, 1.5, [])], CHAIN)
     assert entry["acceptance_length"] is None and entry["acceptance_length_ci"] is None
     assert entry["costs"] is None and entry["survival"] == []
     assert entry["without_prefill"]["speedup"] is None
@@ -117,6 +132,6 @@ def test_answers_of_one_token_leave_gaps_not_errors() -> None:
 
 
 def test_equal_prompts_with_one_empty_answer_stay_finite() -> None:
-    entry = suites.suite([pair(1, 1.5, 1.5, []), PAIRS[0]], "chain:2")
+    entry = suites.suite([pair(1, 1.5, 1.5, []), PAIRS[0]], CHAIN)
     assert entry["acceptance_length"] == 2.0 and entry["acceptance_length_ci"] == [2.0, 2.0]
     json.dumps(entry, allow_nan=False)

@@ -7,6 +7,7 @@ Legend: B batch rows, T tokens, D draft vocabulary, V target vocabulary, H hidde
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from spechead.dataset import Batch
+from spechead.packed import PackedLinear
 from spechead.sampling import Drawing
 from spechead.target import Target, TargetOutput
 from spechead.tree import Plan, Tree, chain
@@ -76,7 +78,8 @@ class Head(nn.Module, ABC):
     @property
     def dtype(self) -> torch.dtype:
         """In which the head computes; drafting may be coarser than the target."""
-        return next(self.parameters()).dtype
+        packed = (module.packed for module in self.modules() if isinstance(module, PackedLinear))
+        return next(itertools.chain(self.parameters(), packed)).dtype
 
     @property
     def reduced(self) -> bool:

@@ -1,0 +1,99 @@
+"""What `eval` and `generate` ask alike about target, text and drafts, and what is made of the answers.
+
+Knows nothing of prompts, reports or terminals.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from spechead.errors import UserError
+from spechead.formats.native import head_target, head_template_kwargs, load_head
+from spechead.generate import Speculation
+from spechead.heads import Head
+from spechead.sampling import Sampler
+from spechead.target import Target
+from spechead.tree import Plan
+from spechead.verify import RULES
+
+
+@dataclass(kw_only=True)
+class DecodingOptions:
+    head: str = ""
+    """Folder of a trained head."""
+    target: str = ""
+    """Model that decodes: smollm2-135m, a local folder or a hub id. Empty: the head's own."""
+    temperature: float = 0.0
+    """0 always takes the likeliest token; above it, samples."""
+    top_k: int = 0
+    """Sample among the K likeliest tokens; 0: all."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that together have this probability; 1: all."""
+    min_p: float = 0.0
+    """Sample among the tokens at least this share as probable as the likeliest; 0: all."""
+    repetition_penalty: float = 1.0
+    """Above 1, makes tokens that the text already holds less likely."""
+    seed: int = 0
+    """Of the sampling; plain and speculative decoding share it."""
+    rule: str = ""
+    """What judges drafts. own_draw: the target's own draw. rejection, or block for chains: keep more of sampled drafts,
+    with text of the same distribution. typical: Medusa's, LOSSY. Empty: own_draw, or rejection for sampled drafts."""
+    draft_temperature: float = 0.0
+    """0 drafts the likeliest tokens; above it, drafts are sampled."""
+    max_new_tokens: int = 256
+    """Longest answer, in tokens."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keywords for the chat template, such as {enable_thinking: false}; empty: those of the head's training."""
+    dtype: str = "float32"
+    """Precision of the target: float32, bfloat16 or float16."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    force: bool = False
+    """Use the head with a target that it was not trained for."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the target's files."""
+
+    def __post_init__(self) -> None:
+        if not self.head and not self.target:
+            raise UserError("no target: give --target, or --head, whose own target is then used")
+        self.sampler()
+        self.speculation()
+
+    def sampler(self, seed: int | None = None) -> Sampler:
+        """Raises UserError where an option of sampling makes no sense."""
+        return Sampler(
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.seed if seed is None else seed,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+        )
+
+    def speculation(self, tree: Plan | None = None) -> Speculation:
+        """How drafts in the form of `tree` are made and judged; UserError where they cannot be."""
+        return Speculation(tree, self.rule, self.draft_temperature)
+
+    @property
+    def lossy(self) -> bool:
+        """Whether the text may leave the target's distribution."""
+        return not RULES[self.speculation().rule].lossless
+
+    @property
+    def comparable(self) -> bool:
+        """Whether the text must be plain decoding's, token by token. Other lossless rules than own_draw give the same
+        distribution, but where text is sampled, they draw from it with other random numbers."""
+        return not self.lossy and (self.temperature == 0 or self.speculation().rule == "own_draw")
+
+    def load_target(self) -> Target:
+        name = self.target or head_target(Path(self.head))
+        return Target.load(name, dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code)
+
+    def load_head(self, target: Target) -> Head:
+        return load_head(Path(self.head), target, force=self.force)
+
+    def template(self) -> dict[str, Any]:
+        """The keywords for the chat template."""
+        if self.template_kwargs or not self.head:
+            return self.template_kwargs
+        return head_template_kwargs(Path(self.head))
