@@ -52,6 +52,20 @@ def inspect(argv: list[str]) -> None:
     inspect(parse(InspectOptions, argv, "spechead data inspect", positional=True))
 
 
+def extract_head(argv: list[str]) -> None:
+    from spechead.extract_head import ExtractOptions, extract_head
+    from spechead.options import parse
+
+    extract_head(parse(ExtractOptions, argv, "spechead extract-head", positional=True))
+
+
+def search_layers(argv: list[str]) -> None:
+    from spechead.options import parse
+    from spechead.search_layers import SearchOptions, search
+
+    search(parse(SearchOptions, argv, "spechead search-layers"))
+
+
 def summary(argv: list[str]) -> None:
     from spechead.options import parse
     from spechead.summary import SummaryOptions, summary
@@ -65,6 +79,8 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "generate": (generate, "stream an answer, with the accepted drafts coloured by depth"),
     "data synthesize": (synthesize, "let the target write conversations to train on"),
     "data inspect": (inspect, "show the supervised spans of a file, and what is dropped and why"),
+    "extract-head": (extract_head, "make a head of a checkpoint, also of a run that did not end"),
+    "search-layers": (search_layers, "find layers that a target may leave out when it drafts for itself"),
     "summary": (summary, "show a run's figures, its files and what to try next"),
 }
 

@@ -12,9 +12,11 @@ import os
 import random
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -226,6 +228,68 @@ def checkpoints(folder: Path) -> list[Path]:
 def step_of(checkpoint: Path) -> int:
     """The optimizer step after which a checkpoint was written."""
     return int(checkpoint.name.removeprefix(_STEP))
+
+
+def saved_masters(checkpoint: Path) -> dict[str, Tensor]:
+    """What `Engine.master_weights` gave when `checkpoint` was written, on the CPU.
+
+    One process reads it, without an engine, however many wrote it. Raises UserError where a file is missing, cannot be
+    read, or holds more than tensors and DeepSpeed's own records.
+    """
+    model = _read(checkpoint / "mp_rank_00_model_states.pt")
+    state: dict[str, Tensor] = dict(model["module"])
+    trained = [name for name in state if name not in model["buffer_names"]]  # in the order of the parameters
+    if model["ds_config"]["zero_optimization"]["stage"]:
+        masters = _joined(_shards(checkpoint, model["dp_world_size"]))
+    elif model["ds_config"]["bf16"]["enabled"]:  # lists without names, in the order of the parameters
+        masters = dict(zip(trained, chain(*model["optimizer"]["fp32_groups"]), strict=True))
+    else:
+        masters = state
+    return state | {name: masters[name].view(state[name].shape) for name in trained}
+
+
+def _shards(checkpoint: Path, world: int) -> list[dict[str, Any]]:
+    """The optimizer states of ranks 0, 1, ...; each rank of a ZeRO run wrote its own part of the masters."""
+    _quieten(torch.device("cpu"))
+    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.utils.tensor_fragment import fragment_address
+
+    files = [list(checkpoint.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")) for rank in range(world)]
+    missing = [str(rank) for rank, found in enumerate(files) if not found]
+    if missing:
+        raise UserError(
+            f"{checkpoint} lacks what rank(s) {', '.join(missing)} of {world} wrote: "
+            "copy the files from the machines that they ran on"
+        )
+    records = [fragment_address, LossScaler, ZeroStageEnum]
+    return [_read(found[0], records)["optimizer_state_dict"] for found in files]
+
+
+def _joined(shards: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """Flat masters by name. Each rank holds a run of each group's masters laid end to end, cut anywhere."""
+    pieces: dict[str, list[Tensor]] = {}
+    for shard in shards:
+        groups = zip(shard["single_partition_of_fp32_groups"], shard["param_slice_mappings"], strict=True)
+        for flat, places in groups:
+            for name, place in places.items():
+                pieces.setdefault(name, []).append(flat[place.start : place.start + place.numel])
+    return {name: torch.cat(parts) for name, parts in pieces.items()}
+
+
+def _read(path: Path, records: Sequence[type] = ()) -> dict[str, Any]:
+    """The file's content; of classes, only `records` are let in, since a pickle may run anything.
+
+    Only what is looked at comes into memory: the moments of the optimizer are twice as large as the masters.
+    """
+    try:
+        with torch.serialization.safe_globals(list(records)):
+            content: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except (FileNotFoundError, PermissionError) as error:
+        raise UserError(f"cannot read {path}: {reason(error)}") from error
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:  # a file cut short raises any of them
+        raise UserError(f"cannot read {path}: it is damaged, or no checkpoint that spechead wrote") from error
+    return content
 
 
 def _free_port() -> int:

@@ -41,6 +41,7 @@ from spechead.heads.base import Hits
 from spechead.log import NoLog, Progress, RunLog, plot_curve
 from spechead.recipe import Recipe
 from spechead.target import Target, TargetOutput, choose_device, native_bfloat16
+from spechead.templates import template_warning, written_with
 from spechead.tree import parse_plan
 
 STARTED, FINISHED, CHECKPOINTS = "recipe.json", "run.json", "checkpoints"
@@ -267,12 +268,11 @@ def validate(run: Run) -> dict[str, float]:
 
 def finish(run: Run) -> Path:
     """Write the head, the curve, and what the head came from."""
-    weights = {name.removeprefix("head."): tensor for name, tensor in run.engine.master_weights().items()}
+    weights = head_weights(run.engine.master_weights())
     folder = run.out / "head"
     if run.ranks.first:
         recipe = run.recipe
-        meta = {"data": recipe.data.train, "steps": run.total, "template_kwargs": recipe.target.template_kwargs}
-        save_head(run.head, folder, meta, weights)
+        save_head(run.head, folder, head_meta(recipe, run.total), weights)
         plot_curve(run.out)
         provenance = {
             "recipe": recipe.to_dict(),
@@ -285,11 +285,25 @@ def finish(run: Run) -> Path:
     return folder
 
 
+def head_weights(masters: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The head's tensors by its own names, out of those of `TrainingModule`."""
+    return {name.removeprefix("head."): tensor for name, tensor in masters.items()}
+
+
+def head_meta(recipe: Recipe, steps: int) -> dict[str, Any]:
+    """What a head's file says of the training behind it."""
+    return {"data": recipe.data.train, "steps": steps, "template_kwargs": recipe.target.template_kwargs}
+
+
 def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> tuple[list[Sample], list[Sample], dict[str, int]]:
     """Training and validation samples, and what was dropped and why."""
-    conversations = read_conversations(recipe.data.sources(), recipe.data.limit)
-    samples = build_samples(conversations, target.tokenizer, recipe.data.max_length, recipe.target.template_kwargs)
+    sources, keywords = recipe.data.sources(), recipe.target.template_kwargs
+    conversations = read_conversations(sources, recipe.data.limit)
+    samples = build_samples(conversations, target.tokenizer, recipe.data.max_length, keywords)
     if ranks.first:
+        for source in sources:
+            if warning := template_warning(keywords, written_with(source), f"{source} was written"):
+                print(f"data: {warning} (option target.template_kwargs)")
         for why, count in samples.dropped.items():
             print(f"data: {count} of {len(conversations)} conversations {why}")
         foreign = len(conversations) - written_by(conversations)[target.name]
@@ -304,14 +318,20 @@ def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> tuple[list[Sample
     return training, validation, samples.dropped
 
 
-def make_head(recipe: Recipe, target: Target, training: Sequence[Sample]) -> Head:
-    """A new head for the target, its draft vocabulary counted from the training answers."""
+def bare_head(recipe: Recipe, target: Target) -> Head:
+    """The recipe's head for the target, on the CPU, without vocabulary and weights that mean anything."""
     kind = HEADS[recipe.head.kind]
     head = kind(kind.Config(**recipe.head.options), target)
-    if head.reduced:
-        head.set_vocabulary(draft_vocabulary(training, head.draft_size, target.vocab_size))
     if recipe.head.tree:
         head.tree = parse_plan(recipe.head.tree)
+    return head
+
+
+def make_head(recipe: Recipe, target: Target, training: Sequence[Sample]) -> Head:
+    """A new head for the target, its draft vocabulary counted from the training answers."""
+    head = bare_head(recipe, target)
+    if head.reduced:
+        head.set_vocabulary(draft_vocabulary(training, head.draft_size, target.vocab_size))
     head.to(target.device)
     if recipe.head.init_from_target:
         head.init_from_target()

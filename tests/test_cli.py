@@ -36,7 +36,16 @@ def command(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
 def test_the_table_of_commands(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = ends(argv, capsys)
     assert code == 0
-    for name in ("train", "eval", "generate", "data synthesize", "data inspect", "summary"):
+    for name in (
+        "train",
+        "eval",
+        "generate",
+        "data synthesize",
+        "data inspect",
+        "extract-head",
+        "search-layers",
+        "summary",
+    ):
         assert f"\n  {name} " in out
 
 

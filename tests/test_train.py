@@ -7,106 +7,24 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from conftest import make_target
-from safetensors.torch import load_file
+from training import flags, kill_after_a_checkpoint, launch, recipe, weights, write_tiny
 
 from spechead.engine import checkpoints, learning_rate_factor
 from spechead.errors import UserError
 from spechead.formats.native import load_head
 from spechead.heads import HEADS
 from spechead.log import read_log
-from spechead.recipe import Recipe, load_recipe
 from spechead.target import Target
 from spechead.train import train
-
-ROOT = Path(__file__).parent.parent
-# Set by training in this process
-RENDEZVOUS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-SMALL = {"eagle3": {"draft_vocab_size": 64, "steps": 2}, "medusa": {"draft_vocab_size": 64, "n_heads": 2}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A saved tiny target and 12 conversations."""
-    root = tmp_path_factory.mktemp("tiny")
-    target = make_target("llama")
-    target.model.save_pretrained(root / "target")
-    target.tokenizer.save_pretrained(root / "target")
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"question {i}"},
-                {"role": "assistant", "content": "the answer " + "ab cd " * (1 + i % 4)},
-            ],
-            "meta": {"target": str(root / "target")},
-        }
-        for i in range(12)
-    ]
-    (root / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return root
-
-
-def flags(folder: Path, out: Path, kind: str = "eagle3", **changes: Any) -> list[str]:
-    options = {
-        "target.name": folder / "target",
-        "data.train": folder / "data.jsonl",
-        "data.validation_share": 0.2,
-        "head.kind": kind,
-        **{f"head.options.{name}": value for name, value in SMALL[kind].items()},
-        "optim.batch_size": 4,
-        "optim.micro_batch_size": 2,
-        "optim.steps": 8,
-        "optim.lr": 0.003,
-        "engine.precision": "float32",
-        "log.every": 1,
-        "log.checkpoint_every": 3,
-        "log.validate_every": 4,
-        "out": out,
-    } | changes
-    return [word for name, value in options.items() for word in (f"--{name}", str(value))]
-
-
-def recipe(folder: Path, out: Path, kind: str = "eagle3", **changes: Any) -> Recipe:
-    return load_recipe("", flags(folder, out, kind, **changes))
-
-
-def launch(words: list[str], processes: int = 0) -> subprocess.Popen[str]:
-    command = [sys.executable, "recipes/train.py"]
-    if processes:
-        run = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", _port()]
-        command = [sys.executable, *run, "recipes/train.py"]
-    inherited = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
-    environment = inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        command + words,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-
-
-def _port() -> str:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
-def weights(out: Path) -> dict[str, torch.Tensor]:
-    return load_file(out / "head" / "model.safetensors")
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -182,13 +100,7 @@ def test_accumulation_does_not_change_the_curve(folder: Path, tmp_path: Path) ->
 def test_a_killed_run_resumes_bit_exactly(kind: str, folder: Path, tmp_path: Path) -> None:
     train(recipe(folder, tmp_path / "straight", kind))
     out = tmp_path / "killed"
-    process = launch(flags(folder, out, kind, **{"optim.steps": 8}))
-    deadline = time.monotonic() + 120
-    while not checkpoints(out / "checkpoints") and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    output, _ = process.communicate()
-    assert checkpoints(out / "checkpoints"), output
+    kill_after_a_checkpoint(flags(folder, out, kind), out)
     (out / "run.json").unlink(missing_ok=True)  # where the kill came after the end
     train(recipe(folder, out, kind))
     for name, tensor in weights(tmp_path / "straight").items():
@@ -209,6 +121,22 @@ def test_a_finished_run_is_not_repeated_and_another_recipe_is_refused(folder: Pa
         with pytest.raises(UserError, match=r"holds a run with"):
             train(recipe(folder, out, **changes))
     train(recipe(folder, out, **{"engine.feature_memory_gb": 1}))
+
+
+def test_data_written_with_other_template_keywords_is_told(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_bytes((folder / "data.jsonl").read_bytes())
+    (tmp_path / "data.jsonl.meta.json").write_text(json.dumps({"options": {"template_kwargs": {"thinking": False}}}))
+    told = f'data: {data} was written with template keywords {{"thinking": false}}, here they are '
+    train(recipe(folder, tmp_path / "other", **{"data.train": data, "optim.steps": 1}))
+    assert capsys.readouterr().out.count(told + "{}: ") == 1
+    same = {"data.train": data, "optim.steps": 1, "target.template_kwargs": "{thinking: false}"}
+    train(recipe(folder, tmp_path / "same", **same))
+    assert "template keywords" not in capsys.readouterr().out
+    head = json.loads((tmp_path / "same" / "head" / "config.json").read_text())
+    assert head["meta"]["template_kwargs"] == {"thinking": False}
 
 
 def test_a_loss_that_is_not_finite_names_step_and_samples(folder: Path, tmp_path: Path) -> None:

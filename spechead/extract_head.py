@@ -1,0 +1,94 @@
+"""`spechead extract-head RUN`: make a head of a checkpoint, whether or not its run came to an end.
+
+"Extract", since the head's weights are taken as they are out of all that a checkpoint holds; "export" is for other
+programs' formats, and "head" alone would not say what is done. Needs the run's folder and its target, but not its data,
+and one process however many trained. Knows nothing of what DeepSpeed writes: `engine` reads it.
+"""
+
+from dataclasses import dataclass, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from rich.console import Console
+
+from spechead.engine import checkpoints, saved_masters, step_of
+from spechead.errors import UserError
+from spechead.files import read_json
+from spechead.formats.native import save_head
+from spechead.recipe import Recipe, check_head
+from spechead.target import Target
+from spechead.train import CHECKPOINTS, STARTED, bare_head, head_meta, head_weights
+
+
+@dataclass
+class ExtractOptions:
+    """Make a head of a checkpoint, whether or not its run came to an end."""
+
+    run: str
+    """Folder of the run, which holds recipe.json and checkpoints/."""
+    step: int = 0
+    """Optimizer step after which the checkpoint was written; 0 takes the newest."""
+    out: str = ""
+    """Folder to write; empty: head-step-N in the run's folder."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the target's files."""
+
+
+def extract_head(options: ExtractOptions) -> Path:
+    """Write the head and return its folder; of the last checkpoint, it is the head that the finished run wrote.
+
+    Raises UserError where the folder is not a run's, has no such checkpoint, or the target is no longer the run's.
+    """
+    run = Path(options.run)
+    recipe, fingerprint = read_run(run)
+    checkpoint = choose(run / CHECKPOINTS, options.step)
+    step = step_of(checkpoint)
+    out = Path(options.out) if options.out else run / f"head-step-{step}"
+    with Console(stderr=True).status("loading the target and the checkpoint"):
+        weights = head_weights(saved_masters(checkpoint))
+        target = load_target(recipe, options.trust_remote_code)
+    if target.fingerprint != fingerprint:
+        raise UserError(f"target {target.name!r} has other weights now than when {run} began: a head fits one alone")
+    head = bare_head(recipe, target)
+    try:
+        head.load_state_dict(weights)
+    except RuntimeError as error:
+        raise UserError(f"{checkpoint} and {run / STARTED} do not fit: {' '.join(str(error).split())}") from error
+    save_head(head, out, head_meta(recipe, step), weights)
+    print(f"head of step {step}: {out}\nmeasure it:      spechead eval --head {out}")
+    return out
+
+
+def read_run(run: Path) -> tuple[Recipe, str]:
+    """The recipe that `run` began with, and its target's fingerprint."""
+    path = run / STARTED
+    if not path.is_file():
+        raise UserError(f"{run} is not the folder of a run: it holds no {STARTED}")
+    tree: Any = read_json(path)
+    kinds = get_type_hints(Recipe)
+    try:
+        fingerprint = str(tree.pop("facts")["target"])
+        parts = {name: kinds[name](**part) if is_dataclass(kinds[name]) else part for name, part in tree.items()}
+        recipe = Recipe(**parts)
+    except (AttributeError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not a recipe as this version writes it: {error}") from error
+    check_head(recipe.head)
+    return recipe, fingerprint
+
+
+def choose(folder: Path, step: int) -> Path:
+    """The checkpoint of a step, or the newest for 0."""
+    found = {step_of(path): path for path in checkpoints(folder)}
+    if not found:
+        raise UserError(f"no checkpoint in {folder}: a run writes one every log.checkpoint_every steps and at its end")
+    if step and step not in found:
+        raise UserError(
+            f"option step: no checkpoint of step {step} in {folder} (there are {', '.join(map(str, found))})"
+        )
+    return found[step or max(found)]
+
+
+def load_target(recipe: Recipe, trust_remote_code: bool) -> Target:
+    """On the CPU: the accelerator may be busy with the run, and only the target's shape and fingerprint matter."""
+    dtype = "float32" if recipe.target.dtype == "auto" else recipe.target.dtype
+    return Target.load(recipe.target.name, dtype=dtype, device="cpu", trust_remote_code=trust_remote_code, pack=False)
