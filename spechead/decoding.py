@@ -3,6 +3,7 @@
 Knows nothing of prompts, reports or terminals.
 """
 
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from spechead.generate import Speculation
 from spechead.heads import Head
 from spechead.sampling import Sampler
 from spechead.target import Target
+from spechead.templates import template_warning
 from spechead.tree import Plan
 from spechead.verify import RULES
 
@@ -93,7 +95,11 @@ class DecodingOptions:
         return load_head(Path(self.head), target, force=self.force)
 
     def template(self) -> dict[str, Any]:
-        """The keywords for the chat template."""
-        if self.template_kwargs or not self.head:
+        """The keywords for the chat template; says so on standard error where the head's training had others."""
+        if not self.head:
             return self.template_kwargs
-        return head_template_kwargs(Path(self.head))
+        trained = head_template_kwargs(Path(self.head))
+        chosen = self.template_kwargs or trained
+        if warning := template_warning(chosen, trained, f"head {self.head} was trained"):
+            print(f"warning: {warning}", file=sys.stderr)
+        return chosen
