@@ -40,10 +40,10 @@ demo: $(STAMP) ## train an EAGLE-3 head on the CPU, measure it, show the table (
 	  $(BIN)/spechead eval --head $(DEMO)/head --out $(DEMO)/eval
 	@$(BIN)/spechead summary $(DEMO)
 
-long: $(STAMP) ## the same head with twice the data: writes the data, trains and measures (over an hour)
+long: $(STAMP) ## the same head with more data and longer: writes the data, trains and measures (about an hour)
 	@echo "[1/3] writing conversations -> data/long.jsonl"
 	@test -f data/long.jsonl.meta.json || \
-	  $(BIN)/spechead data synthesize --out data/long.jsonl --count 1500 --seed 1 --keep-loops true \
+	  $(BIN)/spechead data synthesize --out data/long.jsonl --count 850 --seed 1 --keep-loops true \
 	    --exclude eval/prompts/held_out.jsonl
 	@echo "[2/3] training: recipes/eagle3-smollm2-long.yaml -> $(LONG)"
 	@$(BIN)/torchrun --nproc_per_node 1 recipes/train.py --config recipes/eagle3-smollm2-long.yaml

@@ -15,13 +15,14 @@ from rich.text import Text
 
 from spechead.chat import prompt_ids
 from spechead.decoding import DecodingOptions
-from spechead.drafters.base import Drafter
-from spechead.drafters.named import parse_drafter
+from spechead.drafters.base import Drafter, can_draft
+from spechead.drafters.named import read_drafter
 from spechead.errors import UserError
 from spechead.generate import RANKED, Generation, OnCommit, generate
+from spechead.heads import Head
 from spechead.stream import Decoder, Piece, TextStream
 from spechead.target import Target
-from spechead.tree import parse_plan
+from spechead.tree import Plan, parse_plan
 
 # Of accepted drafts at depth 1, 2, ...; deeper ones take the last. Named colours follow the terminal's theme.
 COLOURS = ["green", "cyan", "blue", "magenta", "red", "yellow"]
@@ -37,10 +38,15 @@ class AnswerOptions(DecodingOptions):
     system: str = ""
     """What the system turn says; empty: as the chat template has it."""
     drafter: str = ""
-    """Drafter without training, in place of a head: prompt_lookup, draft_model:FOLDER, self:0-9,20-29 (the target's
-    layers that are kept), staged:self:0-9+prompt_lookup."""
+    """Drafter without training, in place of a head. prompt_lookup (n-grams of the text itself; as it stands
+    prompt_lookup:ngram=3,match=first, or match=latest); draft_model:FOLDER (a smaller model of the same tokenizer);
+    self:0-9,20-29 (the target's layers that are kept); staged:self:20-29+self:0-1 (the drafting of the first is itself
+    sped up by the second, prompt_lookup or a model; layers of the second count those that the first keeps: here they
+    are 20 and 21)."""
     tree: str = ""
-    """Tree to draft, such as chain:3 or dynamic:nodes=31,depth=5,topk=4; empty: the drafter's own."""
+    """Shape to draft: chain:3, static:[[0],[1],[0,0]] or dynamic:nodes=15,depth=4,topk=3. With ,floor=0.1 behind it,
+    nothing is drafted behind a path less probable than that (prompt_lookup does not look at it). Empty: the drafter's
+    own."""
     stop: list[str] = field(default_factory=list)
     """Text that ends the answer, and is not shown itself. May be given several times."""
     plain: bool = True
@@ -50,12 +56,19 @@ class AnswerOptions(DecodingOptions):
         super().__post_init__()
         if bool(self.head) == bool(self.drafter):
             raise UserError("what drafts? Give either --head or --drafter")
-        if self.tree:
-            self.speculation(parse_plan(self.tree))
+        plan = self.plan
+        self.speculation(plan)
+        kind = read_drafter(self.drafter).kind if self.drafter else Head
+        if plan is not None and not can_draft(kind, plan):
+            raise UserError(f"tree {plan} branches, which {self.drafter} cannot; use a tree such as chain:{plan.depth}")
         if self.max_new_tokens < 1:
             raise UserError(f"option max_new_tokens: must be at least 1, got {self.max_new_tokens}")
         if not self.prompt.strip():
             raise UserError("option prompt: is empty")
+
+    @property
+    def plan(self) -> Plan | None:
+        return parse_plan(self.tree) if self.tree else None
 
 
 def answer(options: AnswerOptions) -> None:
@@ -63,16 +76,15 @@ def answer(options: AnswerOptions) -> None:
     notes = Console(stderr=True, highlight=False)
     with notes.status("loading the target and what drafts for it"):
         target = options.load_target()
-        drafter = parse_drafter(options.drafter, target) if options.drafter else options.load_head(target)
+        drafter = options.load_drafter(options.drafter, target) if options.drafter else options.load_head(target)
     ids = _prompt(options, target)
 
     def run(drafter: Drafter | None, on_commit: OnCommit | None = None, cap: int = 0) -> Generation:
-        tree = parse_plan(options.tree) if options.tree else None
         return generate(
             target,
             ids,
             drafter,
-            speculation=options.speculation(tree) if drafter else RANKED,
+            speculation=options.speculation(options.plan) if drafter else RANKED,
             max_new_tokens=cap or options.max_new_tokens,
             sampler=options.sampler(),
             stop=options.stop,
@@ -101,7 +113,8 @@ class Display:
         self.stream = TextStream(tokenizer, stop)
         self.console = console
         self.notes = notes
-        self.seconds = 0.0  # spent on showing, which is not decoding
+        self.seconds = 0.0  # that passes spent on showing, which is not decoding
+        self._begun = False
 
     def __enter__(self) -> "Display":
         if self.console.is_terminal:
@@ -112,14 +125,17 @@ class Display:
 
     def commit(self, tokens: Sequence[int], n_accepted: int) -> None:
         """Show what one pass committed: its first `n_accepted` tokens were drafts."""
+        begin = time.perf_counter()
         for i, token in enumerate(tokens):
             self._show(self.stream.push(token, i + 1 if i < n_accepted else 0))
+        if self._begun:  # the first token is the prefill's, whose time no figure holds
+            self.seconds += time.perf_counter() - begin
+        self._begun = True
 
     def __exit__(self, *_: object) -> None:
         self._show([*self.stream.close(), ("\n", 0)])
 
     def _show(self, pieces: Sequence[Piece]) -> None:
-        begin = time.perf_counter()
         for text, depth in pieces:
             if self.console.is_terminal:
                 # A model can write escape sequences; a terminal must not obey them.
@@ -129,7 +145,6 @@ class Display:
             else:
                 self.console.file.write(text)
                 self.console.file.flush()
-        self.seconds += time.perf_counter() - begin
 
 
 def closing(

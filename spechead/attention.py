@@ -36,11 +36,22 @@ def shared_group_attention(
     causal = attention_mask is None and query.shape[2] > 1 and is_causal is not False
     if softcap:
         return _softcapped(query, key, value, attention_mask, scaling, softcap, causal), None
-    shared = query.shape[1] != key.shape[1]
-    out = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=attention_mask, scale=scaling, is_causal=causal, enable_gqa=shared
-    )  # [B, N, Q, D]
+    out = grouped_attention(query, key, value, attention_mask, scaling, causal)
     return out.transpose(1, 2).contiguous(), None
+
+
+def grouped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None, causal: bool = False
+) -> Tensor:
+    """SDPA [B, N, Q, D] whose query groups share keys and values, without copies where the kernels can do that: on an
+    accelerator, a mask leaves them only the slow one, and copies are the lesser evil."""
+    shared = query.shape[1] != key.shape[1]
+    if shared and mask is not None and query.device.type != "cpu":
+        groups = query.shape[1] // key.shape[1]
+        key, value, shared = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), False
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, scale=scale, is_causal=causal, enable_gqa=shared
+    )
 
 
 def _softcapped(

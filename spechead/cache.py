@@ -57,7 +57,7 @@ class Rows:
             self._keys, self._values = self._keys[index], self._values[index]
 
     def _grown(self, old: Tensor | None, new: Tensor, needed: int) -> Tensor:
-        capacity = max(_FIRST_CAPACITY, 2 * needed)
+        capacity = max(_FIRST_CAPACITY, needed + needed // 2)
         batch, heads, _, size = new.shape
         buffer = new.new_empty(batch, heads, capacity, size)
         if old is not None:

@@ -1,4 +1,4 @@
-"""What `eval` and `generate` ask alike about target, text and drafts, and what is made of the answers.
+"""What the commands that decode ask alike about models, text and drafts, and what is made of the answers.
 
 Knows nothing of prompts, reports or terminals.
 """
@@ -8,23 +8,77 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from spechead.drafters.base import Drafter
+from spechead.drafters.draft_model import drafting_dtype
+from spechead.drafters.named import parse_drafter
 from spechead.errors import UserError
 from spechead.formats.native import head_target, head_template_kwargs, load_head
 from spechead.generate import Speculation
 from spechead.heads import Head
 from spechead.sampling import Sampler
-from spechead.target import Target
+from spechead.target import DTYPES, Target
 from spechead.templates import template_warning
 from spechead.tree import Plan
 from spechead.verify import RULES
 
 
 @dataclass(kw_only=True)
-class DecodingOptions:
+class ModelOptions:
+    """Which models decode, and how they are loaded."""
+
     head: str = ""
     """Folder of a trained head."""
     target: str = ""
     """Model that decodes: smollm2-135m, a local folder or a hub id. Empty: the head's own."""
+    max_new_tokens: int = 256
+    """Longest answer, in tokens."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keywords for the chat template, such as {enable_thinking: false}; empty: those of the head's training."""
+    dtype: str = "float32"
+    """Precision of the target: float32, bfloat16 or float16."""
+    draft_dtype: str = "auto"
+    """Precision of a head or a draft model. auto: bfloat16 where that is fast, else the target's; drafts are guesses
+    that the target judges."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    force: bool = False
+    """Use the head with a target that it was not trained for."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the files of the target or of a draft model."""
+
+    def __post_init__(self) -> None:
+        if not self.head and not self.target:
+            raise UserError("no target: give --target, or --head, whose own target is then used")
+        if self.draft_dtype not in ("auto", *DTYPES):
+            raise UserError(f"draft-dtype {self.draft_dtype!r} is not one of auto, {', '.join(DTYPES)}")
+
+    def load_target(self) -> Target:
+        name = self.target or head_target(Path(self.head))
+        return Target.load(name, dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code)
+
+    def load_head(self, target: Target) -> Head:
+        dtype = DTYPES[drafting_dtype(self.draft_dtype, target)]
+        return load_head(Path(self.head), target, force=self.force, dtype=dtype)
+
+    def load_drafter(self, name: str, target: Target) -> Drafter:
+        """The drafter without training of that name, see `drafters.named`."""
+        return parse_drafter(name, target, dtype=self.draft_dtype, trust_remote_code=self.trust_remote_code)
+
+    def template(self) -> dict[str, Any]:
+        """The keywords for the chat template; says so on standard error where the head's training had others."""
+        if not self.head:
+            return self.template_kwargs
+        trained = head_template_kwargs(Path(self.head))
+        chosen = self.template_kwargs or trained
+        if warning := template_warning(chosen, trained, f"head {self.head} was trained"):
+            print(f"warning: {warning}", file=sys.stderr)
+        return chosen
+
+
+@dataclass(kw_only=True)
+class DecodingOptions(ModelOptions):
+    """How text is drawn, and how drafts are made and judged."""
+
     temperature: float = 0.0
     """0 always takes the likeliest token; above it, samples."""
     top_k: int = 0
@@ -42,22 +96,9 @@ class DecodingOptions:
     with text of the same distribution. typical: Medusa's, LOSSY. Empty: own_draw, or rejection for sampled drafts."""
     draft_temperature: float = 0.0
     """0 drafts the likeliest tokens; above it, drafts are sampled."""
-    max_new_tokens: int = 256
-    """Longest answer, in tokens."""
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keywords for the chat template, such as {enable_thinking: false}; empty: those of the head's training."""
-    dtype: str = "float32"
-    """Precision of the target: float32, bfloat16 or float16."""
-    device: str = "auto"
-    """auto, cpu, cuda or cuda:N."""
-    force: bool = False
-    """Use the head with a target that it was not trained for."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the target's files."""
 
     def __post_init__(self) -> None:
-        if not self.head and not self.target:
-            raise UserError("no target: give --target, or --head, whose own target is then used")
+        super().__post_init__()
         self.sampler()
         self.speculation()
 
@@ -86,20 +127,3 @@ class DecodingOptions:
         """Whether the text must be plain decoding's, token by token. Other lossless rules than own_draw give the same
         distribution, but where text is sampled, they draw from it with other random numbers."""
         return not self.lossy and (self.temperature == 0 or self.speculation().rule == "own_draw")
-
-    def load_target(self) -> Target:
-        name = self.target or head_target(Path(self.head))
-        return Target.load(name, dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code)
-
-    def load_head(self, target: Target) -> Head:
-        return load_head(Path(self.head), target, force=self.force)
-
-    def template(self) -> dict[str, Any]:
-        """The keywords for the chat template; says so on standard error where the head's training had others."""
-        if not self.head:
-            return self.template_kwargs
-        trained = head_template_kwargs(Path(self.head))
-        chosen = self.template_kwargs or trained
-        if warning := template_warning(chosen, trained, f"head {self.head} was trained"):
-            print(f"warning: {warning}", file=sys.stderr)
-        return chosen

@@ -21,7 +21,7 @@ from torch import Tensor
 from spechead.cache import KVCache
 from spechead.drafters.base import Drafter
 from spechead.sampling import Sampler
-from spechead.target import Target, TargetOutput
+from spechead.target import Target
 from spechead.text import PHASES, Generation, OnCommit, Speculation, Stats, Text
 from spechead.tree import Tree
 
@@ -94,12 +94,13 @@ def generate_batch(
         width = cache.length
         trees = [text.propose(drafter) for text in alive]
         clock.lap("draft")
-        nodes = _forward(target, trees, alive, drafter, cache)
+        inputs = _inputs(target, trees, alive)
+        clock.lap("other")
+        nodes = target.forward(**inputs, layers=drafter.layers if drafter else (), cache=cache)
         logits = target.logits(nodes.hidden)  # [B, N, V]
-        results = [
-            text.judge(tree, logits[b, : len(tree)]) for b, (text, tree) in enumerate(zip(alive, trees, strict=True))
-        ]
         clock.lap("verify")
+        results = [text.judge(tree, own) for text, tree, own in zip(alive, trees, logits, strict=True)]
+        clock.lap("judge")
         cache.keep([result.path for result in results], width)
         for b, (text, result) in enumerate(zip(alive, results, strict=True)):
             text.take(result, nodes.row(b))
@@ -124,19 +125,19 @@ def _prefill(target: Target, texts: Sequence[Text], drafter: Drafter | None, cac
         text.begin(rows, logits, drafter)
 
 
-def _forward(
-    target: Target, trees: Sequence[Tree], texts: Sequence[Text], drafter: Drafter | None, cache: KVCache
-) -> TargetOutput:
-    """One pass over one tree of each text; smaller trees are padded with nodes that nobody sees."""
-    layers = drafter.layers if drafter else ()
+def _inputs(target: Target, trees: Sequence[Tree], texts: Sequence[Text]) -> dict[str, Tensor]:
+    """What the target is given to run one tree of each text; smaller trees are padded with nodes that nobody sees."""
     width = max(map(len, trees))
-    past = torch.tensor([text.length - 1 for text in texts], device=target.device)[:, None]  # [B, 1]
     if width == 1:
-        return target.forward(torch.stack([tree.tokens for tree in trees]), layers=layers, cache=cache, positions=past)
+        return {"ids": torch.stack([tree.tokens for tree in trees])}
+    lengths = [text.length - 1 for text in texts]  # the roots are not in the cache yet
+    past: Tensor | int = lengths[0]  # a number of the host, where one serves all
+    if len(set(lengths)) > 1:
+        past = torch.tensor(lengths, device=target.device)[:, None]  # [B, 1]
     tokens = torch.stack([F.pad(tree.tokens, (0, width - len(tree))) for tree in trees])  # [B, N]
     depths = torch.stack([F.pad(tree.depths, (0, width - len(tree))) for tree in trees])  # [B, N]
     visible = torch.stack([_padded(tree.visible, width) for tree in trees])  # [B, N, N]
-    return target.forward(tokens, layers=layers, cache=cache, positions=past + depths, visible=visible)
+    return {"ids": tokens, "positions": past + depths, "visible": visible}
 
 
 def _padded(visible: Tensor, width: int) -> Tensor:  # bool [n, n] -> [N, N]
@@ -185,7 +186,7 @@ class _Clock:
         if self._device.type != "cuda":
             return time.perf_counter()
         mark = torch.cuda.Event(enable_timing=True)
-        mark.record()
+        mark.record(torch.cuda.current_stream(self._device))
         return mark
 
     def _settle(self, phase: str, begin: Any, end: Any) -> None:

@@ -57,7 +57,7 @@ class HeadRecipe:
     """The head to train."""
 
     kind: str = "eagle3"
-    """Name of the head in HEADS: eagle3 or medusa."""
+    """Name of the head, such as eagle3 or medusa; spechead/heads/__init__.py lists them."""
     options: dict[str, Any] = field(default_factory=dict)
     """Fields of that head's Config, each also as --head.options.NAME VALUE."""
     tree: str = ""

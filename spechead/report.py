@@ -82,6 +82,14 @@ def title(report: dict[str, Any]) -> str:
     return named(f"{drafter} on {report['target']}", main_suite(report)[1])
 
 
+def precision(report: dict[str, Any]) -> str:
+    """The target's dtype, and that of a head or draft model where it is another."""
+    settings = report["settings"]
+    drafts = settings.get("draft_dtype", report["dtype"])
+    loaded = report["head"] or any("draft_model:" in name for name in settings.get("drafter", ()))
+    return f"{report['dtype']}, drafts in {drafts}" if loaded and drafts != report["dtype"] else str(report["dtype"])
+
+
 def remarks(report: dict[str, Any]) -> list[tuple[bool, str]]:
     """What a reader must not miss: (is it an alarm, sentence)."""
     found = [remark for key, entry in whole_suites(report).items() for remark in _differences(report, key, entry)]
@@ -152,7 +160,7 @@ def print_report(report: dict[str, Any], out: Path, console: Console | None = No
     if not console.is_terminal:
         console = Console(file=console.file, width=PLAIN_WIDTH, color_system=None)
     for index, suites in enumerate(tables(report)):
-        heading = f"{title(report)}, {report['dtype']}" if index == 0 else ""
+        heading = f"{title(report)}, {precision(report)}" if index == 0 else ""
         console.print(_table(suites, heading))
     for alarm, sentence in remarks(report):
         console.print(Text(sentence, style="bold red" if alarm else "dim"), soft_wrap=True)

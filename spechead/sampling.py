@@ -20,10 +20,14 @@ from spechead.errors import UserError
 from spechead.tree import Tree
 
 _MIX_SEED, _MIX_POSITION, _MODULUS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 1 << 63
-_NOISE_KEPT = 64  # positions whose noise is remembered: deeper than any tree
 
 Processor = Callable[[Tensor, Tensor], Tensor]
-"""processor(prefixes int64 [n, L], logits [n, V]) -> logits [n, V]: any `LogitsProcessor` of transformers is one."""
+"""processor(prefixes int64 [n, L], logits [n, V]) -> logits [n, V], as a `LogitsProcessor` of transformers.
+
+What it gives for a row must follow from that row's prefix and logits alone. One that remembers its earlier calls (a
+grammar that advances, a watermark with a state) is not allowed: it is asked about drafts that are then rejected, about
+several prefixes of one length at once, and about some lengths twice.
+"""
 
 
 def warp(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
@@ -34,14 +38,13 @@ def warp(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: fl
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
     logits = logits / temperature
-    if 0 < top_k < logits.shape[-1]:
-        logits = logits.masked_fill(logits < logits.topk(top_k, -1).values[:, -1:], float("-inf"))
-    if top_p < 1.0:
-        ordered, order = logits.sort(-1, descending=True)
-        shares = ordered.softmax(-1)
-        before = shares.cumsum(-1) - shares  # mass ahead of each token
-        cut = torch.zeros_like(before, dtype=torch.bool).scatter_(-1, order, before >= top_p)
-        logits = logits.masked_fill(cut, float("-inf"))
+    kept = min(top_k, logits.shape[-1]) if top_k else logits.shape[-1]
+    if kept < logits.shape[-1] or top_p < 1.0:
+        best, order = logits.topk(kept, -1)  # [N, kept], descending; sorting few is what top-k saves top-p
+        if top_p < 1.0:
+            shares = best.softmax(-1)
+            best = best.masked_fill(shares.cumsum(-1) - shares >= top_p, float("-inf"))  # by the mass ahead of each
+        logits = torch.full_like(logits, float("-inf")).scatter(-1, order, best)
     if min_p > 0.0:
         shares = logits.softmax(-1)
         logits = logits.masked_fill(shares < min_p * shares.amax(-1, keepdim=True), float("-inf"))
@@ -115,6 +118,8 @@ class Sampler:
         `which` int64 [N] being 0, 1, ... where it is not given."""
         if self.temperature == 0:
             return logits.max(-1).indices  # on a CPU several times as fast as argmax
+        for gone in [place for place in self._noise if place < places[0]]:  # the text only moves on
+            del self._noise[gone]
         noise = torch.stack([self._gumbel(place, logits) for place in places])  # [places, V]
         noise = noise if which is None else noise[which]  # [N, V]
         return (warp(logits, self.temperature, self.top_k, self.top_p, self.min_p) + noise).argmax(-1)
@@ -122,8 +127,6 @@ class Sampler:
     def _gumbel(self, position: int, like: Tensor) -> Tensor:
         """Standard Gumbel noise [V] of one place in the text, drawn on the CPU so that every device gets the same."""
         if position not in self._noise:
-            for old in [place for place in self._noise if place < position - _NOISE_KEPT]:
-                del self._noise[old]
             seed = (self.seed * _MIX_SEED + (position + 1) * _MIX_POSITION) % _MODULUS
             generator = torch.Generator().manual_seed(seed)
             exponential = torch.empty(like.shape[-1]).exponential_(generator=generator)

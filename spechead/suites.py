@@ -182,10 +182,11 @@ def _generate_equal(pairs: Sequence[Comparison]) -> dict[str, int]:
 
 
 def _phases(runs: Sequence[Run]) -> dict[str, float]:
-    total: Counter[str] = Counter({"draft": 0.0, "verify": 0.0, "commit": 0.0, "other": 0.0, "prefill": 0.0})
-    for run in runs:
-        total.update(run.stats.seconds)
-    return dict(total)
+    """Seconds by phase; a report counts judging among the rest of a pass."""
+    spent = [run.stats.seconds for run in runs]
+    total = {phase: sum(s[phase] for s in spent) for phase in ("draft", "verify", "commit", "other", "prefill")}
+    total["other"] += sum(s.get("judge", 0.0) for s in spent)
+    return total
 
 
 def _costs(pairs: Sequence[Comparison]) -> dict[str, float] | None:

@@ -143,8 +143,8 @@ class Target:
         """
         past, lengths = (cache.length, cache.lengths) if cache is not None else (0, None)
         if positions is None:
-            first = torch.tensor(lengths or [past], device=ids.device)[:, None]  # [B or 1, 1]
-            positions = (first + torch.arange(ids.shape[1], device=ids.device)).expand(ids.shape)  # [B, T]
+            first = past if lengths is None else torch.tensor(lengths, device=ids.device)[:, None]  # [B, 1]
+            positions = (torch.arange(ids.shape[1], device=ids.device) + first).expand(ids.shape)  # [B, T]
         arguments = {self.cache_keyword: cache, "use_cache": cache is not None}
         taps = _Taps(self._blocks, layers)
         with taps:
@@ -161,8 +161,8 @@ class Target:
     def logits(self, hidden: Tensor, rows: Tensor | None = None) -> Tensor:
         """The output layer on final hidden states [..., H]: float32 [..., V], or only its `rows` [n]: [..., n]."""
         if rows is None:
-            return self._scaled(self._output(hidden).float())
-        return self._scaled(nn.functional.linear(hidden, *self.output_rows(rows)).float())
+            return self.scaled(self._output(hidden).float())
+        return self.scaled(nn.functional.linear(hidden, *self.output_rows(rows)).float())
 
     def output_rows(self, rows: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Weight [n, H] and bias [n] of the output layer for token ids `rows` [n], or all; kept for the same tensor."""
@@ -233,7 +233,7 @@ class Target:
         norms = [module for module in self.decoder.children() if "Norm" in type(module).__name__]
         return norms[-1] if norms else None
 
-    def _scaled(self, logits: Tensor) -> Tensor:
+    def scaled(self, logits: Tensor) -> Tensor:
         """What some families do to logits behind the output layer; `_check_decoding` proves it complete."""
         if getattr(self.config, "logit_scale", None):  # Cohere
             logits = logits * self.config.logit_scale
@@ -261,8 +261,10 @@ class Target:
         positions = torch.tensor([[0, 1, 1]], device=self.device)
         try:
             ours = self.logits(self.forward(tree, positions=positions, visible=visible).hidden)[0]  # [3, V]
-        except (ValueError, RuntimeError, TypeError):
-            raise self._unfit("does not take explicit positions and masks, which trees and batches need") from None
+        except torch.OutOfMemoryError:
+            raise
+        except (ValueError, RuntimeError, TypeError) as error:
+            raise self._unfit("does not take explicit positions and masks, which trees and batches need") from error
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
 
         def same(node: int, row: int, place: int) -> bool:
@@ -294,7 +296,9 @@ class Target:
             visible = torch.ones(new, new, dtype=torch.bool, device=positions.device).tril()[None]
         allowed = visible.expand(batch, new, new)
         columns = torch.arange(past, device=positions.device)  # [P]; a token's column is its place in the text
-        held = columns < torch.tensor(lengths or [past], device=positions.device)[:, None, None]  # [B or 1, 1, P]
+        held = columns < past  # [P]
+        if lengths is not None:
+            held = columns < torch.tensor(lengths, device=positions.device)[:, None, None]  # [B, 1, P]
         allowed = torch.cat([held.expand(batch, new, past), allowed], -1)  # [B, T, P+T]
         full = None if plain else self._additive(allowed)
         if not kinds:
@@ -377,7 +381,7 @@ def _loading(name: str) -> Iterator[None]:
 def native_bfloat16(device: torch.device) -> bool:
     """Whether bfloat16 arithmetic is fast there: newer accelerators, and CPUs with AVX-512 BF16 or AMX."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spechead.chance import Seeded
-from spechead.drafters.base import Drafter
+from spechead.drafters.base import Drafter, is_chain
 from spechead.errors import UserError
 from spechead.sampling import Drawing, Sampler
 from spechead.target import Target, TargetOutput
@@ -22,7 +22,7 @@ from spechead.tree import Dynamic, Plan, Tree
 from spechead.verify import RULES, Accepted, own_draw
 
 OnCommit = Callable[[list[int], int], None]
-PHASES = ("prefill", "draft", "verify", "commit", "other")
+PHASES = ("prefill", "draft", "verify", "judge", "commit", "other")
 
 
 @dataclass
@@ -64,6 +64,9 @@ class Speculation:
             raise UserError(f"rule {self.rule!r} is unknown; known are {', '.join(RULES)}")
         if RULES[self.rule].sampled and not self.draft_temperature:
             raise UserError(f"rule {self.rule!r} judges sampled drafts; give a draft-temperature above 0")
+        if self.rule == "block" and self.tree is not None and not is_chain(self.tree):
+            chain = f"chain:{self.tree.depth}"
+            raise UserError(f"rule 'block' judges chains, tree {self.tree} is none; use {chain} or the rule rejection")
         if self.draft_temperature and isinstance(self.tree, Dynamic):
             raise UserError(f"tree {self.tree} ranks drafts and cannot sample them; use a chain or a static tree")
 
@@ -116,8 +119,7 @@ class Text:
     def propose(self, drafter: Drafter | None) -> Tree:
         """The drafter's tree, without drafts that could not be committed any more."""
         plan = self._speculation.tree
-        positions = self._target.max_positions - self.length + 1
-        room = min(self.cap - len(self.tokens), positions) - 1  # besides the bonus token
+        room = self.cap - len(self.tokens) - 1  # besides the bonus token; the cap knows the target's positions
         if drafter is None or plan is None or room < 1:
             return Tree.root(self._fresh[-1:])
         heat = self._speculation.draft_temperature
@@ -135,7 +137,7 @@ class Text:
             rule = RULES[self._speculation.rule].function
             result = rule(tree, self._sampler.probabilities(logits), self._chance)
         self.gaps += _gaps(logits, result.path) if self._keep_gaps else []
-        self.stats.drafted.append(int(tree.depths.max()))
+        self.stats.drafted.append(int(tree.depths.max()))  # the rule has waited for the device, nothing is left to
         self.stats.accepted.append(len(result.path) - 1)
         return result
 
@@ -165,6 +167,8 @@ class Text:
             self.stats.committed.append(len(new))
         if self.on_commit:
             self.on_commit(new, min(accepted, len(new)))
+        if self.finish_reason:
+            del self._state, self._out  # the batch may go on for long without this text
 
     def generation(self, seconds: dict[str, float]) -> Generation:
         self.stats.seconds = seconds

@@ -36,7 +36,8 @@ BASE = {
     "pad_token_id": 0,
 }
 NO_GROUPS = {name: value for name, value in BASE.items() if name != "num_key_value_heads"}
-GEMMA = {"head_dim": 16, "sliding_window": 12}
+# Tied, a random Gemma repeats its last token whatever it attends to: it scales its embeddings.
+GEMMA = {"head_dim": 16, "sliding_window": 12, "tie_word_embeddings": False}
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "llama": lambda: transformers.LlamaConfig(**BASE),
@@ -98,6 +99,7 @@ class Scripted:
     """A drafter that knows the plain text: right for the first `right` depths of each branch, wrong behind."""
 
     layers: Sequence[int] = ()
+    branches = True
 
     def __init__(self, text: Sequence[int], right: int, tree: Plan | None = None) -> None:
         self.text, self.right = list(text), right
@@ -123,6 +125,7 @@ class RandomDrafter:
     """Trees of random tokens and random shape."""
 
     layers: Sequence[int] = ()
+    branches = True
     tree: Plan = chain(11)  # no tree is deeper
 
     def __init__(self, seed: int) -> None:

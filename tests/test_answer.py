@@ -4,6 +4,7 @@ import io
 from typing import Any
 
 import pytest
+import torch
 from conftest import make_target
 from rich.console import Console
 
@@ -87,6 +88,25 @@ def test_a_stop_string_is_not_shown_and_what_waited_keeps_its_colour() -> None:
     assert out == "a" + painted("b", 1) + painted("#", 2) + painted("c", 1) + "d#\n"
 
 
+def test_showing_is_timed_as_a_whole_and_only_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Bytes):
+        """Decoding a text takes 1 s."""
+
+        now = 0.0
+
+        def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+            Slow.now += 1.0
+            return super().decode(ids, skip_special_tokens=skip_special_tokens)
+
+    monkeypatch.setattr(answer.time, "perf_counter", lambda: Slow.now)
+    with Display(Slow(), Console(file=io.StringIO()), Console(file=io.StringIO())) as display:
+        display.commit([65], 0)
+        assert (display.seconds, Slow.now) == (0.0, 2.0), "the prefill's token is in no figure"
+        display.commit([66, 67], 1)
+        assert display.seconds == 4.0
+    assert Slow.now > 6.0 and display.seconds == 4.0, "what is shown at the end is shown after the clock"
+
+
 def test_closing_figures() -> None:
     drafted, plain = generation([1, 2, 3, 4, 5, 6, 7], 3, 1.5), generation([1, 2, 3, 4, 5, 6, 7], 6, 2.0)
     assert closing(options(), drafted, plain, display_seconds=0.5).splitlines() == [
@@ -149,6 +169,16 @@ def test_first_difference(a: list[int], b: list[int], at: int | None) -> None:
         ({"draft_temperature": -1.0}, "draft-temperature -1.0"),
         ({"tree": "dynamic:nodes=8,depth=4,topk=3", "draft_temperature": 1.0}, "cannot sample them"),
         ({"tree": "bush"}, "bush"),
+        (
+            {"tree": "static:[[0],[1]]", "rule": "block", "draft_temperature": 1.0},
+            r"rule 'block' judges chains, tree static:\[\[0\],\[1\]\] is none; use chain:1",
+        ),
+        ({"head": "", "target": "t", "drafter": "prompt_look"}, "drafter 'prompt_look' is not understood"),
+        (
+            {"head": "", "target": "t", "drafter": "prompt_lookup", "tree": "dynamic:nodes=8,depth=4,topk=3"},
+            "tree dynamic:nodes=8,depth=4,topk=3 branches, which prompt_lookup cannot; use a tree such as chain:4",
+        ),
+        ({"draft_dtype": "int4"}, "draft-dtype 'int4'"),
         ({"min_p": 1.0}, "min-p 1.0"),
         ({"repetition_penalty": 0.0}, "repetition-penalty 0.0"),
     ],
@@ -167,7 +197,14 @@ def test_options_reach_the_command_from_flags(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         parse(AnswerOptions, ["--help"], "spechead generate")
     shown = " ".join(capsys.readouterr().out.split())
-    for words in ("Folder of a trained head.", "typical: Medusa's, LOSSY", "Text that ends the answer"):
+    for words in (
+        "Folder of a trained head.",
+        "typical: Medusa's, LOSSY",
+        "Text that ends the answer",
+        "prompt_lookup:ngram=3,match=first",
+        "With ,floor=0.1 behind it",
+        "layers of the second count those that the first keeps",
+    ):
         assert words in shown
 
 
@@ -176,7 +213,7 @@ def test_the_whole_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     calls: list[tuple[Any, ...]] = []
 
     class FakeTarget:
-        tokenizer = Bytes()
+        tokenizer, device, dtype = Bytes(), torch.device("cpu"), torch.float32
 
         @classmethod
         def load(cls, name: str, **given: Any) -> "FakeTarget":
@@ -198,7 +235,7 @@ def test_the_whole_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     monkeypatch.setattr(decoding, "Target", FakeTarget)
     monkeypatch.setattr(decoding, "head_target", lambda folder: f"target of {folder}")
     monkeypatch.setattr(decoding, "head_template_kwargs", lambda _: {"style": "short"})
-    monkeypatch.setattr(decoding, "load_head", lambda folder, target, force: "head")
+    monkeypatch.setattr(decoding, "load_head", lambda folder, target, **_: "head")
     monkeypatch.setattr(answer, "prompt_ids", encode)
     monkeypatch.setattr(answer, "generate", fake_generate)
     sampled: dict[str, Any] = {"temperature": 0.5, "draft_temperature": 0.7}
@@ -233,7 +270,5 @@ def test_a_drafter_without_training_and_a_stop_string(
     cut = capsys.readouterr()
     assert cut.out == whole.out[: whole.out.index(stop)] + "\n"
     assert "; ended by a stop string)" in cut.err and cut.err.splitlines()[-1].endswith("identical to plain decoding's")
-    with pytest.raises(UserError, match="drafter 'prompt_look' is not understood"):
-        answer.answer(options(drafter="prompt_look", **more))
     with pytest.raises(UserError, match="prompt_lookup copies its drafts and cannot sample them"):
         answer.answer(options(drafter="prompt_lookup", draft_temperature=1.0, **more))

@@ -1,19 +1,32 @@
-"""Several texts at once: each comes out as it would alone, whatever its neighbours do."""
+"""Several texts at once: each comes out as it would alone. And what texts leave in memory."""
 
 from __future__ import annotations
 
+import gc
+import weakref
+from collections.abc import Callable
+from functools import cache
+
 import pytest
 import torch
-from conftest import FAMILIES, RandomDrafter, Scripted, make_target
+from conftest import FAMILIES, VOCAB, RandomDrafter, Scripted, make_target
+from test_heads import OPTIONS, fit, make_head
 from torch import Tensor
+from transformers import NoRepeatNGramLogitsProcessor
 
-from spechead.cache import KVCache
+from spechead.cache import KVCache, Rows
+from spechead.dataset import Batch, Sample, collate
+from spechead.drafters.base import Drafter
+from spechead.drafters.draft_model import DraftModel
+from spechead.drafters.prompt_lookup import PromptLookup
 from spechead.generate import Generation, Speculation, generate, generate_batch
-from spechead.sampling import RepetitionPenalty, Sampler
+from spechead.heads import HEADS, Head
+from spechead.sampling import Sampler
 from spechead.target import Target, TargetOutput
-from spechead.tree import Dynamic, Plan, Tree, chain
+from spechead.tree import Dynamic, Plan, Static, Tree, chain
 
 LENGTHS = (9, 1, 17)
+TREE = Static(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 
 
 def prompts_of(target: Target) -> list[list[int]]:
@@ -89,24 +102,34 @@ def test_each_row_samples_with_its_own_seed_and_penalty(target: Target) -> None:
         assert [row.tokens for row in rows] == alone
 
 
+def by_hand(target: Target, prompt: list[int], sampler: Sampler, count: int) -> list[int]:
+    """Greedy text without a cache: the processors on prompt and text so far, token by token."""
+    ids = list(prompt)
+    for _ in range(count):
+        logits = target.logits(target.forward(torch.tensor([ids])).hidden[0, -1:])
+        for processor in sampler.processors:
+            logits = processor(torch.tensor([ids]), logits)
+        ids.append(int(logits.argmax()))
+    return ids[len(prompt) :]
+
+
 @pytest.mark.parametrize("family", ["llama", "mistral-window"])
-def test_a_penalty_sees_each_nodes_own_prefix(family: str) -> None:
-    """By hand, without a cache: the penalty on prompt and text so far, at every position."""
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        Sampler(repetition_penalty=1.5),
+        Sampler(processors=[NoRepeatNGramLogitsProcessor(1)]),
+        Sampler(repetition_penalty=1.2, processors=[NoRepeatNGramLogitsProcessor(2)]),
+    ],
+    ids=["penalty", "no token twice", "penalty, no bigram twice"],
+)
+def test_processors_see_each_nodes_own_prefix(family: str, sampler: Sampler) -> None:
     target = make_target(family)
     prompt = prompts_of(target)[0]
-    ids = list(prompt)
-    for _ in range(24):
-        logits = target.logits(target.forward(torch.tensor([ids])).hidden[0, -1:])
-        ids.append(int(RepetitionPenalty(1.5)(torch.tensor([ids]), logits).argmax()))
-    expected = ids[len(prompt) :]
+    expected = by_hand(target, prompt, sampler, 24)
     assert expected != generate(target, prompt, max_new_tokens=24).tokens
-
-    def sampler() -> Sampler:
-        return Sampler(repetition_penalty=1.5)
-
-    assert generate(target, prompt, max_new_tokens=24, sampler=sampler()).tokens == expected
-    for drafter in (Scripted(expected + [0] * 8, 3), RandomDrafter(7)):
-        assert generate(target, prompt, drafter, max_new_tokens=24, sampler=sampler()).tokens == expected
+    for drafter in (None, Scripted(expected + [0] * 8, 3), Scripted(expected + [0] * 8, 3, TREE), RandomDrafter(7)):
+        assert generate(target, prompt, drafter, max_new_tokens=24, sampler=sampler).tokens == expected
 
 
 def test_callbacks_say_which_row(target: Target) -> None:
@@ -153,20 +176,152 @@ def test_speculation_is_checked() -> None:
             Speculation(**bad)  # type: ignore[arg-type]
 
 
-def test_memory_grows_with_the_text_and_not_with_the_passes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred passes of eleven nodes each leave no more in the cache than a plain text of the same length."""
-    held: list[KVCache] = []
+# ------------------------------------------------------------------------------------------------ heads
 
-    class Watched(KVCache):
-        def __init__(self) -> None:
-            super().__init__()
-            held.append(self)
 
-    monkeypatch.setattr("spechead.generate.KVCache", Watched)
-    prompt = prompts_of(target)[0]
-    for drafter in (None, RandomDrafter(3)):
-        assert len(generate(target, prompt, drafter, max_new_tokens=120).tokens) == 120
-    plain, drafted = held
-    assert plain.length == drafted.length == 9 + 120 - 1  # the last token was never read
-    storage = [sum(layer.rows.capacity for layer in cache.layers) for cache in held]
-    assert storage[0] == storage[1]
+def learn(head: Head, batch: Batch, steps: int) -> None:
+    """Learn a batch by heart, from small weights: this random target's own are a bad start for that."""
+    for parameter in head.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.1)
+    fit(head, batch, steps)
+
+
+@cache
+def overfitted(kind: str) -> tuple[Target, Head, list[list[int]]]:
+    """A head that knows half of the tokens, trained on the greedy texts behind three prompts of unequal length."""
+    target = make_target()
+    prompts = prompts_of(target)
+    head = make_head(kind, target)
+    samples = []
+    for prompt in prompts:
+        ids = prompt + generate(target, prompt, max_new_tokens=24).tokens
+        samples.append(Sample(torch.tensor(ids), torch.arange(len(ids)) >= len(prompt), 0))
+    learn(head, collate(samples, 128), 60)
+    return target, head, prompts
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_draft_in_a_batch_as_they_do_alone(kind: str) -> None:
+    """Else the text would still be right, and only slower: that drafts are right in each row is what shows it."""
+    target, head, prompts = overfitted(kind)
+    for plan in (chain(4), chain(4, floor=0.5), TREE, Dynamic(nodes=9, depth=4, topk=3)):
+        speculation = Speculation(plan)
+        rows = generate_batch(target, prompts, head, speculation=speculation, max_new_tokens=22)
+        for prompt, row in zip(prompts, rows, strict=True):
+            alone = generate(target, prompt, head, speculation=speculation, max_new_tokens=22)
+            assert row.tokens == alone.tokens
+            assert row.stats.drafted == alone.stats.drafted, str(plan)
+            assert row.stats.accepted == alone.stats.accepted, str(plan)
+            assert sum(row.stats.accepted) > 3, str(plan)
+
+
+# ------------------------------------------------------------------------------------------------ memory
+
+
+@pytest.fixture
+def stores(monkeypatch: pytest.MonkeyPatch) -> list[Rows]:
+    """All buffers of keys and values that are made, the target's and the drafters'; they begin small."""
+    made: list[Rows] = []
+    real = Rows.__init__
+
+    def remember(self: Rows) -> None:
+        real(self)
+        made.append(self)
+
+    monkeypatch.setattr(Rows, "__init__", remember)
+    monkeypatch.setattr("spechead.cache._FIRST_CAPACITY", 4)
+    return made
+
+
+def wrong_head(kind: str, target: Target, text: list[int]) -> Head:
+    """A head that knows no token of the text."""
+    others = sorted(set(range(VOCAB)) - set(text))
+    head = HEADS[kind](HEADS[kind].Config(**OPTIONS.get(kind, {}) | {"draft_vocab_size": len(others)}), target)
+    head.set_vocabulary(torch.tensor(others))
+    return head
+
+
+WRONG: dict[str, Callable[[Target, list[int]], Drafter | None]] = {
+    "none": lambda target, text: None,
+    "scripted": lambda target, text: Scripted(text, 0, TREE),
+    "draft_model": lambda target, text: DraftModel(target, make_target(seed=1)),
+} | {kind: lambda target, text, kind=kind: wrong_head(kind, target, text) for kind in HEADS}  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_memory_grows_with_the_text_and_not_with_the_passes(target: Target, stores: list[Rows], name: str) -> None:
+    """Drafts that are rejected, seven at each pass, leave no room behind, in the target's cache or the drafter's."""
+    prompt, made = prompts_of(target)[0], []
+    drafter = WRONG[name](target, generate(target, prompt, max_new_tokens=60).tokens)
+    for length in (30, 60):
+        stores.clear()
+        found = generate(target, prompt, drafter, speculation=Speculation(TREE), max_new_tokens=length)
+        assert len(found.tokens) == length
+        assert found.stats.passes > 0.8 * length if name == "draft_model" else not any(found.stats.accepted)
+        longest = len(prompt) + length + len(TREE.choices)
+        assert all(0 < store.capacity <= 1.5 * longest for store in stores)
+        made.append(len(stores))
+    assert made[0] == made[1] >= target.n_layers
+
+
+@pytest.mark.parametrize("name", ["none", "scripted", "eagle3", "hydra"])
+def test_no_tensor_outlives_its_pass(target: Target, name: str) -> None:
+    prompt, commits, tensors = prompts_of(target)[0], 0, list[int]()
+
+    def count(_: list[int], __: int) -> None:
+        nonlocal commits
+        commits += 1
+        if commits in (10, 35):
+            gc.collect()
+            tensors.append(sum(issubclass(type(thing), Tensor) for thing in gc.get_objects()))
+
+    drafter = WRONG[name](target, generate(target, prompt, max_new_tokens=40).tokens)
+    generate(target, prompt, drafter, speculation=Speculation(TREE), max_new_tokens=40, on_commit=count)
+    assert len(tensors) == 2 and tensors[0] == tensors[1]
+
+
+def test_memory_of_a_lookup_grows_with_the_text(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, prompt = PromptLookup(3), prompts_of(target)[0]
+    state = drafter.new_state(torch.tensor(prompt))
+    monkeypatch.setattr(drafter, "new_state", lambda prompt: state)
+    generate(target, prompt, drafter, max_new_tokens=100)
+    assert len(prompt) + 90 < len(state.tokens) < len(prompt) + 100
+    assert sum(map(len, state.behind.values())) < 3 * len(state.tokens)
+
+
+def test_noise_is_kept_for_the_places_of_one_pass(target: Target) -> None:
+    sampler, kept = Sampler(1.0, seed=3), list[int]()
+    drafter = Scripted([0] * 100, 0, TREE)
+    generate(
+        target,
+        [5],
+        drafter,
+        sampler=sampler,
+        max_new_tokens=60,
+        on_commit=lambda *_: kept.append(len(sampler._noise)),
+    )
+    assert len(kept) > 40 and max(kept) == TREE.depth + 1
+
+
+def test_a_text_that_has_ended_leaves_the_memory_of_its_drafter(target: Target) -> None:
+    class State:
+        pass
+
+    class Remembered(RandomDrafter):
+        def new_state(self, prompt: Tensor) -> State:  # type: ignore[override]
+            states.append(weakref.ref(state := State()))
+            return state
+
+    states: list[weakref.ref[State]] = []
+    alive: list[int] = []
+    prompts = [[5] * 250, [5], [6]]  # the first soon has no position left
+    rows = generate_batch(
+        target,
+        prompts,
+        Remembered(1),
+        max_new_tokens=30,
+        on_commit=lambda *_: alive.append(sum(state() is not None for state in states)),
+    )
+    assert [len(row.tokens) for row in rows] == [6, 30, 30]
+    assert max(alive) == 3 and alive[-1] < 3

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from spechead.cache import KVCache
 from spechead.chance import Seeded
 from spechead.drafters.draft_model import DraftModel
-from spechead.drafters.self_speculative import SelfSpeculative, search_layers
+from spechead.drafters.self_speculative import SelfSpeculative
 from spechead.errors import UserError
 from spechead.generate import Speculation, generate
 from spechead.sampling import Drawing
@@ -223,25 +223,3 @@ def test_layers_of_a_packed_target(target: Target) -> None:
 def test_layers_that_a_target_does_not_have(target: Target, layers: list[int]) -> None:
     with pytest.raises(UserError, match="ascending numbers from 0 to 6"):
         target.subset(layers)
-
-
-def test_the_search_leaves_out_layers_that_do_nothing() -> None:
-    target = make_target()
-    for layer in (2, 5):
-        for name in ("self_attn.o_proj", "mlp.down_proj"):
-            target._blocks[layer].get_parameter(f"{name}.weight").zero_()
-    prompts = [prompt_of(6), prompt_of(9, seed=2)]
-    found = search_layers(target, prompts, 2, max_new_tokens=8, quiet=True)
-    assert (found.layers, found.agreement) == ([0, 1, 3, 4, 6], 1.0)
-    further = search_layers(target, prompts, 3, max_new_tokens=8, quiet=True)
-    assert len(further.layers) == 4 and set(further.layers) < set(found.layers) and further.agreement < 1
-    assert further == search_layers(target, prompts, 3, max_new_tokens=8, quiet=True)
-    stats = generate(target, prompts[0], SelfSpeculative(target, found.layers), max_new_tokens=8).stats
-    assert stats.accepted == stats.drafted
-
-
-def test_searches_that_cannot_be_made(target: Target) -> None:
-    with pytest.raises(UserError, match="skip 7 is not from 0 to 6"):
-        search_layers(target, [[5]], 7)
-    with pytest.raises(UserError, match="at least one prompt"):
-        search_layers(target, [], 1)

@@ -11,15 +11,16 @@ from conftest import FAMILIES, VOCAB, make_target
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spechead.drafters.base import Drafter
-from spechead.drafters.draft_model import DraftModel
-from spechead.drafters.named import parse_drafter
+from spechead.drafters import draft_model
+from spechead.drafters.base import Drafter, can_draft, is_chain
+from spechead.drafters.draft_model import DraftModel, drafting_dtype
+from spechead.drafters.named import parse_drafter, read_drafter
 from spechead.drafters.prompt_lookup import PromptLookup
 from spechead.drafters.self_speculative import SelfSpeculative
 from spechead.drafters.staged import Staged
 from spechead.errors import UserError
 from spechead.generate import Speculation, generate, generate_batch
-from spechead.target import Target, TargetOutput
+from spechead.target import DTYPES, Target, TargetOutput
 from spechead.tree import Dynamic, Plan, Static, chain
 
 NOTHING = TargetOutput(torch.zeros(1, 0, 0), torch.zeros(1, 0, 0))  # these drafters read tokens alone
@@ -125,14 +126,59 @@ def test_names_of_drafters(target: Target, folder: Path) -> None:
     assert staged.tiny.target is staged.middle.draft and staged.tiny.draft.n_layers == 2
 
 
-def test_a_draft_model_is_loaded_as_the_target_is(folder: Path) -> None:
+def test_a_draft_model_is_loaded_beside_the_target(folder: Path) -> None:
     for options in ({"dtype": "bfloat16"}, {"pack": False}, {}):
-        target = Target.load(str(folder), **options)  # type: ignore[arg-type]
-        drafter = parse_drafter(f"draft_model:{folder}", target)
-        assert isinstance(drafter, DraftModel)
-        assert drafter.draft is not target
-        for name in ("dtype", "device", "packed"):
-            assert getattr(drafter.draft, name) == getattr(target, name), name
+        target = Target.load(str(folder), device="cpu", **options)  # type: ignore[arg-type]
+        target.name = "another"
+        for dtype in ("float32", "bfloat16", "auto"):
+            drafter = parse_drafter(f"draft_model:{folder}", target, dtype=dtype)
+            assert isinstance(drafter, DraftModel)
+            assert drafter.draft is not target
+            assert (drafter.draft.device, drafter.draft.packed) == (target.device, target.packed)
+            assert drafter.draft.dtype == DTYPES[drafting_dtype(dtype, target)]
+
+
+def test_what_drafts_is_bfloat16_where_that_is_fast(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    for fast in (True, False):
+        monkeypatch.setattr(draft_model, "native_bfloat16", lambda device, fast=fast: fast)
+        assert drafting_dtype("auto", target) == ("bfloat16" if fast else "float32")
+        assert drafting_dtype("float16", target) == "float16"
+
+
+def test_a_targets_own_name_is_the_target_itself(folder: Path) -> None:
+    target = Target.load(str(folder), device="cpu", pack=False)
+    for dtype in ("auto", "float32"):
+        drafter = parse_drafter(f"draft_model:{folder}", target, dtype=dtype)
+        assert isinstance(drafter, DraftModel) and drafter.draft is target
+    other = parse_drafter(f"draft_model:{folder}", target, dtype="bfloat16")
+    assert isinstance(other, DraftModel) and other.draft.dtype == torch.bfloat16
+    target.name = "own"
+    staged = parse_drafter("staged:self:0-2+draft_model:own", target)
+    assert isinstance(staged, Staged) and isinstance(staged.tiny, DraftModel)
+    assert staged.tiny.draft is target, "and not the middle, which goes by the same name"
+
+
+def test_code_of_a_draft_model_runs_where_it_is_allowed(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: list[bool] = []
+
+    def load(name: str, *, trust_remote_code: bool, **_: object) -> Target:
+        allowed.append(trust_remote_code)
+        return make_target(seed=1)
+
+    monkeypatch.setattr(Target, "load", load)
+    for trust in (False, True):
+        parse_drafter("draft_model:code", target, trust_remote_code=trust)
+        parse_drafter("staged:self:0-2+draft_model:code", target, trust_remote_code=trust)
+    assert allowed == [False, False, True, True]
+
+
+def test_only_some_drafters_branch() -> None:
+    for text, branches in (("prompt_lookup", False), ("self:0-3", True), ("draft_model:x", True)):
+        assert can_draft(read_drafter(text).kind, TREE) == branches
+        assert can_draft(read_drafter(text).kind, Dynamic(6, 3, 2)) == branches
+        assert can_draft(read_drafter(text).kind, chain(3, floor=0.1))
+    assert not can_draft(read_drafter("staged:self:0-3+prompt_lookup").kind, TREE)
+    assert is_chain(Static(((0,), (0, 0)))) and not is_chain(Static(((0,), (1,)))) and not is_chain(Static(((1,),)))
 
 
 @pytest.mark.parametrize(
@@ -148,9 +194,10 @@ def test_a_draft_model_is_loaded_as_the_target_is(folder: Path) -> None:
         ("draft_model:nowhere", "draft model: target 'nowhere' cannot be loaded"),
         ("self:", "not understood"),
         ("self:0,1-", "not understood"),
-        ("self:0-7", "0-7 is no range of the layers 0-6"),
-        ("self:3-1,5", "3-1 is no range"),
-        ("self:5,2", r"layers \[5, 2\] .* ascending"),
+        ("self:0-7", "'tiny-llama' has no layer 7, only 0-6"),
+        ("self:3-1,5", "'self:3-1,5': layers ascend"),
+        ("self:5,2", "'self:5,2': layers ascend"),
+        ("self:0-3,3", "'self:0-3,3': layers ascend"),
         ("staged:prompt_lookup", "'' is not understood"),
         ("staged:prompt_lookup+prompt_lookup", "'prompt_lookup' is no model"),
         ("staged:self:0-3+eagle", "'eagle' is not understood"),
@@ -160,3 +207,6 @@ def test_a_draft_model_is_loaded_as_the_target_is(folder: Path) -> None:
 def test_what_is_not_understood(target: Target, text: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         parse_drafter(text, target)
+    if "has no layer" not in reason and "cannot be loaded" not in reason:  # the rest needs no target
+        with pytest.raises(UserError, match=reason):
+            read_drafter(text)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import Scripted, make_target
 
-from spechead import cli, decoding, evaluate, page
+from spechead import cli, decoding, evaluate, measuring, page
 from spechead.chat import prompt_ids
 from spechead.errors import UserError
 from spechead.evaluate import EvalOptions
@@ -22,7 +22,7 @@ from spechead.formats.native import save_head
 from spechead.generate import Generation, Stats, generate
 from spechead.heads import HEADS
 from spechead.sampling import Sampler
-from spechead.target import Target
+from spechead.target import Target, native_bfloat16
 from spechead.tree import chain, parse_plan
 
 ROWS = [("a", "one and two"), ("b", "three?"), ("a", "five, six"), ("b", "seven eight")]
@@ -131,7 +131,8 @@ def fake(monkeypatch: pytest.MonkeyPatch, use: Use) -> FakeDecoder:
     head.kind = "scripted"  # type: ignore[attr-defined]
     use(head)
     monkeypatch.setattr(evaluate, "generate", decoder)
-    monkeypatch.setattr(evaluate.time, "perf_counter", decoder.perf_counter)
+    monkeypatch.setattr(measuring, "generate", decoder)
+    monkeypatch.setattr(measuring.time, "perf_counter", decoder.perf_counter)
     monkeypatch.setattr(evaluate, "verify_costs", lambda _, sizes: [1.5 for _ in sizes])
     return decoder
 
@@ -139,7 +140,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, use: Use) -> FakeDecoder:
 def test_modes_are_interleaved_in_alternating_order_after_a_warm_up(prompts: Path, fake: FakeDecoder) -> None:
     evaluate.evaluate(options(prompts, tree=["chain:3", "chain:2"], max_new_tokens=50))
     modes = ["plain", "chain:3", "chain:2"]
-    assert fake.calls[:3] == [(mode, evaluate.WARM_UP_TOKENS) for mode in modes]
+    assert fake.calls[:3] == [(mode, measuring.WARM_UP_TOKENS) for mode in modes]
     expected = [*modes, *reversed(modes), *modes, *reversed(modes)]
     assert fake.calls[3:] == [(mode, 50) for mode in expected]
 
@@ -157,6 +158,7 @@ def test_drafters_are_measured_beside_the_head_in_the_same_turns(prompts: Path, 
     assert (report["head"], report["kind"]) == ("h", "scripted")
     assert report["settings"]["drafter"] == drafters
     assert report["settings"]["tree"] == ["chain:3", "chain:10", "chain:4"]
+    assert report["settings"]["draft_dtype"] == ("bfloat16" if native_bfloat16(torch.device("cpu")) else "float32")
 
 
 def test_trees_are_for_all_drafters_that_can_draft_them(prompts: Path, fake: FakeDecoder) -> None:
@@ -229,7 +231,7 @@ def test_a_failing_prompt_ends_the_measurement_and_nothing_is_written(
             raise RuntimeError("out of memory")
         return fake(*args, **more)
 
-    monkeypatch.setattr(evaluate, "generate", fails)
+    monkeypatch.setattr(measuring, "generate", fails)
     with pytest.raises(RuntimeError, match="out of memory"):
         evaluate.evaluate(options(prompts))
     assert list((prompts.parent / "out").iterdir()) == []
@@ -263,6 +265,12 @@ def test_answers_are_cut_to_the_positions_of_the_target(
         ({"generate_prompts": -2}, "generate_prompts -2"),
         ({"max_new_tokens": 1}, "max_new_tokens 1"),
         ({"temperature": -1.0}, "temperature -1.0"),
+        ({"draft_dtype": "int8"}, "draft-dtype 'int8' is not one of auto, float32, bfloat16, float16"),
+        ({"drafter": ["self:0-3", "prompt_look"]}, "drafter 'prompt_look' is not understood"),
+        (
+            {"rule": "block", "tree": ["chain:2", "static:[[0],[1]]"], "draft_temperature": 1.0},
+            r"rule 'block' judges chains, tree static:\[\[0\],\[1\]\] is none",
+        ),
         ({"rule": "hope"}, "rule 'hope' is unknown; known are own_draw, rejection, block, typical"),
         ({"rule": "rejection"}, "rule 'rejection' judges sampled drafts; give a draft-temperature above 0"),
         ({"tree": ["chain:2", "dynamic:nodes=8,depth=4,topk=3"], "draft_temperature": 1.0}, "cannot sample them"),
@@ -290,8 +298,7 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"drafter": ["prompt_look"]}, "drafter 'prompt_look' is not understood"),
-        ({"drafter": ["self:0-9"]}, "0-9 is no range of the layers 0-6"),
+        ({"drafter": ["self:0-9"]}, "'tiny-llama' has no layer 9, only 0-6"),
         ({"drafter": ["self:0-3", "prompt_lookup"], "draft_temperature": 1.0}, "prompt_lookup copies its drafts"),
     ],
 )
@@ -401,7 +408,7 @@ def test_greedy_text_is_compared_under_every_lossless_rule(prompts: Path, use: U
 
 
 def test_verify_costs_give_one_ratio_for_each_size(target: Target) -> None:
-    costs = evaluate.verify_costs(target, [4, 9, 4], past=20, repeats=2)
+    costs = measuring.verify_costs(target, [4, 9, 4], past=20, repeats=2)
     assert len(costs) == 3 and min(costs) > 0 and costs[0] == costs[2]
 
 
@@ -413,7 +420,7 @@ def test_the_command_measures_every_kind_of_head_end_to_end(
     target.model.save_pretrained(tmp_path / "target")
     target.tokenizer.save_pretrained(tmp_path / "target")
     loaded = Target.load(str(tmp_path / "target"), device="cpu", pack=False)
-    config = HEADS[kind].Config(**{"layers": [1, 3, 5]} if kind.startswith("eagle") else {})
+    config = HEADS[kind].Config(**{"layers": [1, 3, 5]} if kind == "eagle3" else {})
     head = HEADS[kind](config, loaded)
     head.tree = chain(2)
     save_head(head, tmp_path / "head", {})
@@ -427,6 +434,7 @@ def test_the_command_measures_every_kind_of_head_end_to_end(
     assert entry["lossless"]["equal"] == 4
     keys = {"passes", "tokens", "acceptance_length_ci", "conditional_acceptance", "speedup_ci", "seconds"}
     assert keys <= set(entry)
+    assert set(entry["seconds"]) == {"draft", "verify", "commit", "other", "prefill"}
     assert (tmp_path / "eval" / "report.html").read_text().startswith("<!doctype html>")
     assert "text identical to plain decoding: 4/4 prompts" in capsys.readouterr().out
 

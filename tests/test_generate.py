@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from conftest import FAMILIES, RandomDrafter, Scripted, make_target
 
+from spechead import generate as generating
+from spechead.cache import KVCache
 from spechead.errors import UserError
 from spechead.generate import Speculation, generate
 from spechead.sampling import Sampler
@@ -65,7 +69,6 @@ def test_packed_layers_write_the_same_text(family: str) -> None:
 
 
 def test_node_logits_are_those_of_the_path_alone(target: Target) -> None:
-    from spechead.cache import KVCache
     from spechead.tree import Tree
 
     prompt = torch.tensor([prompt_of(target)])
@@ -175,6 +178,49 @@ def test_gaps_belong_to_the_tokens(target: Target) -> None:
     drafted = generate(target, prompt, Scripted(plain.tokens, 3), max_new_tokens=20, keep_gaps=True)
     assert len(plain.gaps) == 20 and min(plain.gaps) >= 0
     assert torch.allclose(torch.tensor(plain.gaps), torch.tensor(drafted.gaps), atol=1e-3)
+
+
+def test_every_second_of_a_pass_belongs_to_a_phase(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The target's forward and logits take 10 s, drafting 100 s, judging 1,000 s, keeping rows 10,000 s."""
+    now = 0.0
+
+    def slow(owner: Any, name: str, seconds: float) -> None:
+        work = getattr(owner, name)
+
+        def slowly(*args: Any, **more: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return work(*args, **more)
+
+        monkeypatch.setattr(owner, name, slowly)
+
+    prompt = prompt_of(target)
+    text = generate(target, prompt, max_new_tokens=30).tokens
+    drafter = Scripted(text, 4)
+    slow(target, "forward", 9.0)
+    slow(target, "logits", 1.0)
+    slow(drafter, "propose", 100.0)
+    slow(Sampler, "draw", 1_000.0)
+    slow(KVCache, "keep", 10_000.0)
+    slow(generating, "_inputs", 100_000.0)
+    monkeypatch.setattr(generating.time, "perf_counter", lambda: now)
+    stats = generate(target, prompt, drafter, max_new_tokens=11).stats
+    assert stats.passes == 2
+    assert stats.seconds == {
+        "prefill": 1_010.0,
+        "draft": 200.0,
+        "verify": 20.0,
+        "judge": 2_000.0,
+        "commit": 20_000.0,
+        "other": 200_000.0,
+    }
+
+
+def test_block_verification_wants_a_chain() -> None:
+    for tree in (TREE, Static(((0,), (1,))), Dynamic(8, 3, 2)):
+        with pytest.raises(UserError, match=f"use chain:{tree.depth} or the rule rejection"):
+            Speculation(tree, "block", 1.0)
+    assert Speculation(chain(4), "block", 1.0).rule == "block"
 
 
 def test_plans_are_asked_of_the_drafter(target: Target) -> None:

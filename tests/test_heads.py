@@ -16,14 +16,20 @@ from spechead.formats.native import head_target, load_head, save_head
 from spechead.generate import Speculation, generate
 from spechead.heads import HEADS, Head
 from spechead.heads.base import ahead
-from spechead.heads.eagle3 import Eagle3, UnrolledAttention
 from spechead.heads.medusa import Medusa
+from spechead.heads.unrolled import UnrolledHead
 from spechead.target import Target
 from spechead.tree import Dynamic, Static, chain
 
-OPTIONS = {"eagle3": {"steps": 4, "draft_vocab_size": 48}, "medusa": {"n_heads": 4, "draft_vocab_size": 48}}
+OPTIONS: dict[str, dict[str, object]] = {
+    "eagle": {"steps": 4, "draft_vocab_size": 48, "topk_weight": 1.0, "noise": 0.0},
+    "eagle3": {"steps": 4, "draft_vocab_size": 48},
+    "hydra": {"n_heads": 4, "n_layers": 2, "prefix": True, "draft_vocab_size": 48},
+    "medusa": {"n_heads": 4, "draft_vocab_size": 48},
+}
 TREE = Static(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 PLANS = [chain(4), TREE, Dynamic(nodes=14, depth=4, topk=4)]
+UNROLLED = [kind for kind, head in HEADS.items() if issubclass(head, UnrolledHead)]
 
 
 def make_head(kind: str, target: Target, seed: int = 0, **options: object) -> Head:
@@ -138,21 +144,21 @@ def test_a_fresh_medusa_head_repeats_the_targets_next_token(target: Target) -> N
 # ------------------------------------------------------------------------------------------------ training = drafting
 
 
-def test_unrolled_steps_equal_real_drafting(target: Target) -> None:
+@pytest.mark.parametrize("kind", UNROLLED)
+def test_unrolled_steps_equal_real_drafting(kind: str, target: Target) -> None:
+    check_unrolled(make_head(kind, target, seed=5), target)
+
+
+def check_unrolled(head: Head, target: Target) -> None:
     """At step s and row t, training's logits are those of the s-th draft of a pass that starts behind row t."""
-    head = make_head("eagle3", target, seed=5)
-    assert isinstance(head, Eagle3)
+    assert isinstance(head, UnrolledHead)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     text = sample(target)
     batch = collate([text], 64)
     out = target.forward(batch.ids, layers=head.layers)
-    attend, hidden = UnrolledAttention(batch.document), head.fc(out.features)
-    trained = []
-    for s in range(head.config.steps):
-        embedded = target.embed(ahead(batch, 1 + s)[0])
-        hidden = head.midlayer(embedded, hidden, batch.positions + s, attend)
-        trained.append(head.lm_head(head.norm(hidden)).log_softmax(-1))
+    unrolled = head.unroll(batch, head.start(out), head.config.steps)
+    trained = [head._log_probabilities(hidden[0]) for hidden in unrolled]  # each [T, D]
     for row in (0, 3, 9, 15):
         state = head.new_state(text.ids)
         fresh = text.ids[1 : row + 2]
@@ -167,20 +173,21 @@ def test_unrolled_steps_equal_real_drafting(target: Target) -> None:
             return forced
 
         ids = text.ids
-        inside = [bool(head.t2d[ids[row + 2 + s]]) for s in range(head.config.steps)]
+        inside = [bool(head.to_draft(ids[row + 2 + s])[1]) for s in range(head.config.steps)]
         head._log_probabilities = spy  # type: ignore[method-assign]
         try:
             head.propose(state, fresh, out.rows(torch.arange(row + 1)), chain(head.config.steps))
         finally:
             head._log_probabilities = original  # type: ignore[method-assign]
         for s, logp in enumerate(drafted):
-            assert torch.allclose(logp, trained[s][0, row], atol=1e-5), (row, s)
+            assert torch.allclose(logp, trained[s][row], atol=1e-5), (row, s)
             if not inside[s]:
                 break  # a token outside the draft vocabulary cannot be drafted
 
 
-def test_draft_cache_is_rebuilt_from_true_features(target: Target) -> None:
-    head = make_head("eagle3", target)
+@pytest.mark.parametrize("kind", UNROLLED)
+def test_draft_cache_is_rebuilt_from_true_features(kind: str, target: Target) -> None:
+    head = make_head(kind, target)
     prompt = sample(target).ids[:8].tolist()
     states = []
     real = head.new_state
@@ -197,8 +204,10 @@ def test_draft_cache_is_rebuilt_from_true_features(target: Target) -> None:
     fresh = head.new_state(whole)
     count = state.committed
     head.propose(fresh, whole[1 : count + 1], out.rows(torch.arange(count)), chain(1))
-    assert torch.allclose(state.rows._keys[:, :, :count], fresh.rows._keys[:, :, :count], atol=1e-5)
-    assert torch.allclose(state.rows._values[:, :, :count], fresh.rows._values[:, :, :count], atol=1e-5)
+    assert len(state.rows) == len(fresh.rows) == head.n_layers
+    for kept, made in zip(state.rows, fresh.rows, strict=True):
+        assert torch.allclose(kept._keys[:, :, :count], made._keys[:, :, :count], atol=1e-5)
+        assert torch.allclose(kept._values[:, :, :count], made._values[:, :, :count], atol=1e-5)
 
 
 def test_rows_keep_a_path() -> None:
@@ -231,8 +240,9 @@ def test_lossless_in_every_family(kind: str, family: str) -> None:
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_overfit_decodes_at_its_full_depth(kind: str, target: Target) -> None:
-    peaked = {"loss": "hard_ce"} if kind == "eagle3" else {}  # a random target's own distribution is nearly flat
-    head = make_head(kind, target, draft_vocab_size=0, **peaked)
+    # a random target's own distribution is nearly flat, and its likeliest tokens lie close together
+    peaked = {"eagle": {"topk_weight": 0.0}, "eagle3": {"loss": "hard_ce"}}
+    head = make_head(kind, target, draft_vocab_size=0, **peaked.get(kind, {}))
     text = sample(target, 24)
     fit(head, collate([text], 64), 300)
     prompt = text.ids[:8].tolist()

@@ -80,6 +80,12 @@ def test_a_tree_is_used_by_its_depth_and_the_end_of_sequence_is_a_token() -> Non
     assert tree.tokens.tolist() == [5, 2, 6, 7]  # 2 is the end of sequence; the loop cuts there, not the drafter
 
 
+def test_a_floor_changes_nothing() -> None:
+    drafter, text = PromptLookup(), torch.tensor([5, 2, 6, 7, 5])
+    tree = drafter.propose(drafter.new_state(text[:1]), text[1:], NOTHING, chain(3, floor=0.9))
+    assert tree.tokens.tolist() == [5, 2, 6, 7]
+
+
 def test_copies_are_not_sampled() -> None:
     drafter = PromptLookup()
     with pytest.raises(UserError, match="cannot sample"):

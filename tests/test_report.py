@@ -80,6 +80,19 @@ def printed(entry: dict[str, Any]) -> str:
 # ------------------------------------------------------------------------------------------------ console
 
 
+def test_a_dtype_of_drafts_that_differs_is_said() -> None:
+    entry = full_report()
+    assert printed(entry).splitlines()[0].rstrip() == "eagle3 head on smollm2-135m, float32"
+    entry["settings"]["draft_dtype"] = "float32"
+    assert report.precision(entry) == "float32"
+    entry["settings"]["draft_dtype"] = "bfloat16"
+    assert printed(entry).splitlines()[0].rstrip() == "eagle3 head on smollm2-135m, float32, drafts in bfloat16"
+    entry["head"], entry["settings"]["drafter"] = "", ["prompt_lookup", "self:0-9"]
+    assert report.precision(entry) == "float32", "nothing was loaded to draft"
+    entry["settings"]["drafter"].append("staged:draft_model:x+prompt_lookup")
+    assert report.precision(entry) == "float32, drafts in bfloat16"
+
+
 def test_table_without_a_terminal_is_plain_text_with_every_suite() -> None:
     text = printed(full_report())
     assert "\x1b" not in text and text.isascii()

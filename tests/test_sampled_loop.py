@@ -11,16 +11,19 @@ import math
 import pytest
 import torch
 from conftest import VOCAB, make_target
+from test_batch import by_hand, prompts_of
 from torch import Tensor
 
-from spechead.generate import Speculation, generate_batch
-from spechead.sampling import Drawing, Sampler
+from spechead.generate import Speculation, generate, generate_batch
+from spechead.sampling import Drawing, RepetitionPenalty, Sampler
 from spechead.target import Target, TargetOutput
 from spechead.tree import Plan, Static, Tree, chain
 
 PROMPT = [5, 6, 7]
 LENGTH = 3  # tokens of a text: one from the prefill, two from passes
 TOP_K = 4
+TREE = Static(((0,), (1,), (0, 0)))
+RULES = [("rejection", TREE), ("block", chain(2))]
 
 
 class Guesser:
@@ -52,14 +55,20 @@ class Guesser:
         return Tree(torch.tensor(tokens), torch.tensor(parents), drawn_from)
 
 
-def joint(target: Target) -> dict[tuple[int, ...], float]:
+def behind_each_token(target: Target) -> Tensor:
+    """The target's logits behind every token when it stands alone: [V, V]."""
+    return torch.stack([target.logits(target.forward(torch.tensor([[token]])).hidden[0, -1]) for token in range(VOCAB)])
+
+
+def joint(target: Target, penalty: float) -> dict[tuple[int, ...], float]:
     """Probability of every text of LENGTH tokens, from the model alone."""
     sampler = Sampler(1.0, TOP_K)
     found: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(LENGTH):
         longer: dict[tuple[int, ...], float] = {}
         for text, weight in found.items():
-            logits = target.logits(target.forward(torch.tensor([PROMPT + list(text)])).hidden[0, -1:])
+            ids = torch.tensor([PROMPT + list(text)])
+            logits = RepetitionPenalty(penalty)(ids, target.logits(target.forward(ids).hidden[0, -1:]))
             for token, p in enumerate(sampler.probabilities(logits.double())[0].tolist()):
                 if p > 0:
                     longer[*text, token] = weight * p
@@ -73,20 +82,19 @@ def chi_square_limit(cells: int) -> float:
     return degrees * (1 - 2 / (9 * degrees) + 3.719 * math.sqrt(2 / (9 * degrees))) ** 3
 
 
-def statistic(target: Target, rule: str, tree: Plan, draws: int, batch: int = 500) -> tuple[float, int]:
+def statistic(
+    target: Target, rule: str, tree: Plan, draws: int, penalty: float = 1.0, batch: int = 500
+) -> tuple[float, int]:
     """Chi-square of `draws` texts against the target's own distribution, and its cells; rare texts share one."""
-    expected = joint(target)
-    model = torch.stack(
-        [target.logits(target.forward(torch.tensor([[token]])).hidden[0, -1]) for token in range(VOCAB)]
-    )
+    expected = joint(target, penalty)
     known = torch.zeros(VOCAB, VOCAB)
     for text in expected:
         known[[PROMPT[-1], *text[:-1]], list(text)] = 4.0  # so that drafts are often right
-    drafter, speculation = Guesser(model * 0.3 + known), Speculation(tree, rule, 0.9)
+    drafter, speculation = Guesser(behind_each_token(target) * 0.3 + known), Speculation(tree, rule, 0.9)
     counts: dict[tuple[int, ...], int] = dict.fromkeys(expected, 0)
     accepted = 0
     for start in range(0, draws, batch):
-        samplers = [Sampler(1.0, TOP_K, seed=start + i) for i in range(batch)]
+        samplers = [Sampler(1.0, TOP_K, seed=start + i, repetition_penalty=penalty) for i in range(batch)]
         texts = generate_batch(
             target, [PROMPT] * batch, drafter, speculation=speculation, max_new_tokens=LENGTH, samplers=samplers
         )
@@ -101,16 +109,60 @@ def statistic(target: Target, rule: str, tree: Plan, draws: int, batch: int = 50
     return sum((seen - wanted) ** 2 / wanted for seen, wanted in cells), len(cells)
 
 
-@pytest.mark.parametrize(("rule", "tree"), [("rejection", Static(((0,), (1,), (0, 0)))), ("block", chain(2))])
-def test_a_few_thousand_texts(rule: str, tree: Plan) -> None:
+@pytest.mark.parametrize(("rule", "tree"), RULES)
+@pytest.mark.parametrize("penalty", [1.0, 1.8])
+def test_two_thousand_texts(rule: str, tree: Plan, penalty: float) -> None:
     target = make_target("llama", seed=2)
-    found, cells = statistic(target, rule, tree, 2000)
+    found, cells = statistic(target, rule, tree, 2000, penalty)
     assert cells > 5 and found < chi_square_limit(cells)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rule", "tree"), [("rejection", Static(((0,), (1,), (0, 0)))), ("block", chain(2))])
+@pytest.mark.parametrize(("rule", "tree"), RULES)
 def test_two_hundred_thousand_texts(rule: str, tree: Plan) -> None:
     target = make_target("llama", seed=2)
     found, cells = statistic(target, rule, tree, 200_000)
     assert cells > 20 and found < chi_square_limit(cells)
+
+
+def guesser(target: Target, texts: list[list[int]]) -> Guesser:
+    """Often right where one of the texts is written."""
+    known = torch.zeros(VOCAB, VOCAB)
+    for text in texts:
+        known[text[:-1], text[1:]] = 6.0
+    return Guesser(behind_each_token(target) * 0.3 + known)
+
+
+@pytest.mark.parametrize(("rule", "tree"), RULES)
+@pytest.mark.parametrize("penalty", [1.0, 1.5])
+def test_a_greedy_target_writes_its_text_whatever_is_drawn(
+    target: Target, rule: str, tree: Plan, penalty: float
+) -> None:
+    sampler = Sampler(repetition_penalty=penalty, seed=1)
+    prompt = prompts_of(target)[0]
+    expected = by_hand(target, prompt, sampler, 30)
+    drafter, speculation = guesser(target, [prompt[-1:] + expected]), Speculation(tree, rule, 0.9)
+    found = generate(target, prompt, drafter, speculation=speculation, max_new_tokens=30, sampler=sampler)
+    assert found.tokens == expected and sum(found.stats.accepted) > 8
+
+
+@pytest.mark.parametrize(("rule", "tree"), RULES)
+def test_rows_of_a_batch_are_single_texts(target: Target, rule: str, tree: Plan) -> None:
+    """Prompts of unequal length, each with its own seed and warpers; the same seed gives the same text."""
+    prompts = prompts_of(target)
+
+    def samplers() -> list[Sampler]:
+        return [
+            Sampler(0.3, seed=1),
+            Sampler(0.3, TOP_K, 0.9, seed=1, repetition_penalty=1.05),
+            Sampler(0.4, seed=4, min_p=0.02),
+        ]
+
+    near = [prompt[-1:] + generate(target, prompt, max_new_tokens=20).tokens for prompt in prompts]
+    drafter, speculation = guesser(target, near), Speculation(tree, rule, 0.9)
+    rows = generate_batch(target, prompts, drafter, speculation=speculation, max_new_tokens=20, samplers=samplers())
+    for prompt, sampler, row in zip(prompts, samplers(), rows, strict=True):
+        alone = generate(target, prompt, drafter, speculation=speculation, max_new_tokens=20, sampler=sampler)
+        assert row.tokens == alone.tokens
+        assert row.stats.drafted == alone.stats.drafted and row.stats.accepted == alone.stats.accepted
+        assert sum(row.stats.accepted) > 1

@@ -9,11 +9,16 @@ import pytest
 from conftest import make_target
 from hypothesis import given
 from hypothesis import strategies as st
+from test_drafters import prompt_of
 
 from spechead import cli, search_layers
 from spechead.drafters.named import parse_drafter
-from spechead.drafters.self_speculative import Kept
-from spechead.search_layers import ranges
+from spechead.drafters.self_speculative import SelfSpeculative
+from spechead.errors import UserError
+from spechead.files import shipped
+from spechead.generate import generate
+from spechead.prompts import read_prompts
+from spechead.search_layers import Kept, ranges, sample_prompts
 from spechead.target import Target
 
 
@@ -44,7 +49,7 @@ def test_the_layers_kept_can_be_pasted(idle: Target, tmp_path: Path, capsys: pyt
     assert drafter.draft.n_layers == 5  # type: ignore[union-attr]
 
 
-def test_the_shipped_prompts_are_the_default(idle: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_the_sample_data_are_the_default(idle: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
     def note(target: Target, prompts: list[list[int]], skip: int, **options: Any) -> Kept:
@@ -55,6 +60,10 @@ def test_the_shipped_prompts_are_the_default(idle: Target, monkeypatch: pytest.M
     cli.main(["search-layers", "--target", "tiny", "--skip", "5"])
     assert (len(seen["prompts"]), seen["skip"], seen["max_new_tokens"]) == (4, 5, 64)
     assert len({tuple(prompt) for prompt in seen["prompts"]}) == 4
+    prompts = sample_prompts()
+    assert len(prompts) > 1000 and len({prompt.category for prompt in prompts}) == 9
+    measured = {prompt.text for prompt in read_prompts(shipped("eval/prompts/held_out.jsonl"))}
+    assert not measured & {prompt.text for prompt in prompts}, "what eval measures on is not searched on"
 
 
 @pytest.mark.parametrize(
@@ -88,3 +97,25 @@ def test_ranges_say_each_layer_once(layers: set[int]) -> None:
 def test_ranges_by_hand() -> None:
     assert ranges([0, 1, 2, 5]) == "0-2,5"
     assert ranges([3]) == "3"
+
+
+def test_the_search_leaves_out_layers_that_do_nothing() -> None:
+    target = make_target()
+    for layer in (2, 5):
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            target._blocks[layer].get_parameter(f"{name}.weight").zero_()
+    prompts = [prompt_of(6), prompt_of(9, seed=2)]
+    found = search_layers.search_layers(target, prompts, 2, max_new_tokens=8, quiet=True)
+    assert (found.layers, found.agreement) == ([0, 1, 3, 4, 6], 1.0)
+    further = search_layers.search_layers(target, prompts, 3, max_new_tokens=8, quiet=True)
+    assert len(further.layers) == 4 and set(further.layers) < set(found.layers) and further.agreement < 1
+    assert further == search_layers.search_layers(target, prompts, 3, max_new_tokens=8, quiet=True)
+    stats = generate(target, prompts[0], SelfSpeculative(target, found.layers), max_new_tokens=8).stats
+    assert stats.accepted == stats.drafted
+
+
+def test_searches_that_cannot_be_made(target: Target) -> None:
+    with pytest.raises(UserError, match="skip 7 is not from 0 to 6"):
+        search_layers.search_layers(target, [[5]], 7)
+    with pytest.raises(UserError, match="at least one prompt"):
+        search_layers.search_layers(target, [], 1)

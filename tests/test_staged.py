@@ -76,6 +76,23 @@ def test_a_right_tiny_saves_forwards_of_the_middle(target: Target, monkeypatch: 
     assert reads == [1]
 
 
+def test_tiny_guesses_only_what_is_of_use(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    middle = SelfSpeculative(target, HALF)
+    tiny = DraftModel(middle.draft, middle.draft)  # right, four tokens at a time
+    staged = Staged(middle, tiny)
+    proposed: list[int] = []
+    propose = tiny.propose
+    monkeypatch.setattr(tiny, "propose", lambda state, new, *a: proposed.append(len(new)) or propose(state, new, *a))
+    state = staged.new_state(torch.tensor([5, 6, 7]))
+    assert len(staged.propose(state, torch.tensor([6, 7, 8]), NOTHING, chain(6))) == 7
+    assert proposed == [3], "five tokens come of its guesses; the middle adds the sixth itself"
+    assert len(staged.propose(state, torch.tensor([9, 10]), NOTHING, chain(1))) == 2
+    assert proposed == [3, 2], "it reads what was committed, even where no guess is of use"
+    proposed.clear()
+    assert len(staged.propose(state, torch.tensor([9]), NOTHING, chain(7))) == 8
+    assert proposed == [1, 5]
+
+
 def test_tiny_knows_the_text_and_no_guess_of_the_middle(target: Target) -> None:
     lookup = PromptLookup()
     staged = Staged(SelfSpeculative(target, HALF), lookup)

@@ -69,6 +69,17 @@ def test_costs_and_prediction_follow_the_speed_model() -> None:
     assert entry["without_prefill"]["speedup"] == pytest.approx(2.0 / (2 / 3))
 
 
+def test_judging_is_part_of_the_rest_of_a_pass() -> None:
+    before = suites.suite([pair(1, 7.0, 3.0, [2, 1, 0])], CHAIN)
+    judged = pair(1, 7.0, 3.0, [2, 1, 0])
+    judged.speculative.stats.seconds["judge"] = 0.75
+    judged.plain.stats.seconds["judge"] = 1.5
+    entry = suites.suite([judged], CHAIN)
+    assert entry["seconds"] == before["seconds"] | {"other": before["seconds"]["other"] + 0.75}
+    assert entry["plain_seconds"]["other"] == before["plain_seconds"]["other"] + 1.5
+    assert entry["costs"]["rest"] == pytest.approx((0.25 + 0.75) / 3 / (7.5 / 6))
+
+
 def test_generate_is_compared_on_the_prompts_that_it_ran() -> None:
     with_reference = pair(1, 6.0, 3.0, [2, 1, 0], reference=Reference(list(range(7)), 5.0))
     entry = suites.suite([with_reference, pair(2, 50.0, 4.0, [0, 2])], CHAIN)

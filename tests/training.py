@@ -22,7 +22,12 @@ from spechead.recipe import Recipe, load_recipe
 ROOT = Path(__file__).parent.parent
 # Set by training in this process
 RENDEZVOUS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-SMALL = {"eagle3": {"draft_vocab_size": 64, "steps": 2}, "medusa": {"draft_vocab_size": 64, "n_heads": 2}}
+SMALL = {
+    "eagle": {"draft_vocab_size": 64, "steps": 2},
+    "eagle3": {"draft_vocab_size": 64, "steps": 2},
+    "hydra": {"draft_vocab_size": 64, "n_heads": 2, "prefix": True, "dropout": 0.1},
+    "medusa": {"draft_vocab_size": 64, "n_heads": 2},
+}
 
 
 def write_tiny(root: Path) -> Path:

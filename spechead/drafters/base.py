@@ -12,17 +12,19 @@ from torch import Tensor
 
 from spechead.sampling import Drawing
 from spechead.target import TargetOutput
-from spechead.tree import Plan, Tree
+from spechead.tree import Plan, Static, Tree, chain
 
 
 class Drafter(Protocol):
     """Proposes a tree.
 
-    `layers` are the target's layers it wants in `out.features`; `tree` is its plan where none is asked.
+    `layers` are the target's layers it wants in `out.features`; `tree` is its plan where none is asked. One that does
+    not branch drafts a chain as deep as the plan, whatever its shape.
     """
 
     layers: Sequence[int]
     tree: Plan
+    branches: bool
 
     def new_state(self, prompt: Tensor) -> Any:
         """What the drafter remembers of one text, at its beginning; prompt int64 [P]."""
@@ -37,3 +39,13 @@ class Drafter(Protocol):
         Drafts are the best ranked, or sampled where `drawing` says how; the tree then tells what they were drawn from.
         Raises UserError where a drafter cannot sample, or not in that plan.
         """
+
+
+def is_chain(plan: Plan) -> bool:
+    """Whether trees of this plan never branch."""
+    return isinstance(plan, Static) and plan.choices == chain(plan.depth).choices
+
+
+def can_draft(drafter: Drafter | type[Drafter], plan: Plan) -> bool:
+    """Whether the drafter's trees have the shape of `plan`; one that does not branch is for chains."""
+    return drafter.branches or is_chain(plan)

@@ -20,7 +20,7 @@ from spechead.cache import KVCache
 from spechead.drafters.base import Drawing
 from spechead.drafters.grow import grow
 from spechead.errors import UserError
-from spechead.target import Target, TargetOutput
+from spechead.target import Target, TargetOutput, native_bfloat16
 from spechead.tree import Plan, Tree, chain
 
 
@@ -41,6 +41,7 @@ class DraftModel:
     """
 
     layers: Sequence[int] = ()
+    branches = True
 
     def __init__(self, target: Target, draft: Target) -> None:
         check_same_tokenizer(target, draft)
@@ -116,6 +117,14 @@ class _Nodes:
             positions = self._text - 1 + self._visible.sum(-1)  # [m+n]; a node sees itself and its ancestors
             hidden = self._drafter.read(self._cache, self._tokens, positions, self._visible)
         return self._drafter.log_probabilities(hidden[-new:])
+
+
+def drafting_dtype(name: str, target: Target) -> str:
+    """The dtype that what is loaded to draft for `target` computes in, by its name. `auto` is bfloat16 where that is
+    fast, and else the target's own: drafts are guesses."""
+    if name != "auto":
+        return name
+    return "bfloat16" if native_bfloat16(target.device) else str(target.dtype).removeprefix("torch.")
 
 
 def check_same_tokenizer(target: Target, draft: Target) -> None:

@@ -36,10 +36,12 @@ class PromptLookup:
     """Looks for the last `ngram` tokens, then for fewer, down to one; drafts what followed the longest that is found.
 
     `match` says which of several places is taken: the `first` (as transformers does), or the `latest`. The draft is a
-    chain as deep as the plan, shorter where the text ends, and the root alone where nothing is found.
+    chain as deep as the plan, shorter where the text ends, and the root alone where nothing is found. Copies have no
+    draft probability, so that a plan's floor is not looked at.
     """
 
     layers: Sequence[int] = ()
+    branches = False
 
     def __init__(self, ngram: int = 3, match: str = "first") -> None:
         if not 1 <= ngram <= LONGEST:
@@ -47,7 +49,7 @@ class PromptLookup:
         if match not in MATCHES:
             raise UserError(f"prompt_lookup: match {match!r} is not one of {', '.join(MATCHES)}")
         self.tree: Plan = chain(10)
-        self._ngram, self._which = ngram, 0 if match == "first" else -1
+        self.ngram, self.match = ngram, match
 
     def new_state(self, prompt: Tensor) -> LookupState:  # int64 [P]
         return LookupState(int(prompt[0]))
@@ -78,10 +80,10 @@ class PromptLookup:
         # A text's last n-grams are in `behind` only for earlier places, as nothing stands behind them yet.
         for gram in self._grams(state.tokens, len(state.tokens)):
             if gram in state.behind:
-                place = state.behind[gram][self._which]
+                place = state.behind[gram][0 if self.match == "first" else -1]
                 return state.tokens[place : place + depth]
         return []
 
     def _grams(self, tokens: list[int], place: int) -> list[tuple[int, ...]]:
         """The n-grams that end before `place`, the longest first."""
-        return [tuple(tokens[place - n : place]) for n in range(min(self._ngram, place), 0, -1)]
+        return [tuple(tokens[place - n : place]) for n in range(min(self.ngram, place), 0, -1)]

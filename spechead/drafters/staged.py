@@ -47,6 +47,7 @@ class Staged:
     """
 
     layers: Sequence[int] = ()
+    branches = False
 
     def __init__(self, middle: DraftModel, tiny: Tiny) -> None:
         self.middle, self.tiny = middle, tiny
@@ -69,9 +70,11 @@ class Staged:
             middle.read(cache, unread[:-1])
             unread = unread[-1:]
         while not chain.ended:
-            left = chain.depth - len(chain.tokens)
-            ahead = self.tiny.tree.limited(max(1, left - 1))
-            guess = self.tiny.propose(state.tiny, news, out, ahead).pruned(left - 1)  # the middle adds a token itself
+            left = chain.depth - len(chain.tokens) - 1  # guesses of use: the middle adds a token itself
+            if left or not chain.tokens:  # tiny must read what was committed; guesses it would take back again
+                guess = self.tiny.propose(state.tiny, news, out, self.tiny.tree.limited(max(1, left))).pruned(left)
+            else:
+                guess = Tree.root(news[-1:])
             width = cache.length + unread.shape[0] - 1
             path = chain.follow(guess, self._verify(cache, unread, guess))
             cache.keep([path], width)

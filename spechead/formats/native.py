@@ -35,6 +35,7 @@ def save_head(head: Head, folder: Path, meta: dict[str, Any], weights: dict[str,
     scratch = folder / f".{WEIGHTS}.{secrets.token_hex(4)}.tmp"
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, scratch)
+        (folder / CONFIG).unlink(missing_ok=True)  # an old one must not outlive its weights
         os.replace(scratch, folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         why = reason(error) if isinstance(error, OSError) else str(error)

@@ -1,7 +1,8 @@
 """The trained heads. HEADS is the one registration: a new head is one file and one line here."""
 
 from spechead.heads.base import Head
+from spechead.heads.eagle import Eagle
 from spechead.heads.eagle3 import Eagle3
 from spechead.heads.medusa import Medusa
 
-HEADS: dict[str, type[Head]] = {"eagle3": Eagle3, "medusa": Medusa}
+HEADS: dict[str, type[Head]] = {"eagle": Eagle, "eagle3": Eagle3, "medusa": Medusa}

@@ -60,6 +60,7 @@ class Head(nn.Module, ABC):
 
     layers: Sequence[int]  # the target's layers it reads, as indices into hidden_states
     tree: Plan  # drafted unless another is asked for
+    branches = True
     depths: int  # drafts that a training step judges
 
     def __init__(self, config: Any, target: Target) -> None:

@@ -1,0 +1,198 @@
+"""EAGLE (arXiv 2401.15077): a decoder layer that predicts the target's next feature, read by the target's output layer.
+
+The feature is the target's last hidden state, as its output layer reads it. Row t reads feature t beside the embedding
+of token t+1 and predicts feature t+1, hence token t+2. Embedding and output layer are the target's, frozen, and not in
+the head's file. EAGLE-2 (arXiv 2406.16858) is the same weights with the dynamic tree, the default here. HASS (arXiv
+2408.15766) is a matter of options: `steps` of its own drafting unrolled in training, and `topk_weight`.
+
+The layer is llama's: rotary positions of any base, without scaling; RMS norms; gated MLP; head size and number of
+key/value heads at will; biases on queries, keys and values where the target has them. Tensor names are those that vLLM
+and the EAGLE project load.
+
+Legend: B batch, T rows, H hidden size, D draft vocabulary, n positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spechead.dataset import Batch
+from spechead.errors import UserError
+from spechead.heads.base import Hits, ahead
+from spechead.heads.unrolled import DecoderShape, TrueRows, UnrolledHead
+from spechead.layers import Attend, Attention, GatedMLP, RMSNorm
+from spechead.losses import feature_regression, soft_cross_entropy, topk_distillation
+from spechead.target import Target, TargetOutput
+from spechead.tree import Dynamic
+
+_BIASED = ("q_proj", "k_proj", "v_proj")
+_EMBEDDINGS = 4096  # tokens whose embeddings tell how large all are
+_SPREAD = 2654435761  # prime, near 2^32 by the golden ratio: neighbouring numbers lie far apart
+
+
+@dataclass
+class EagleConfig(DecoderShape):
+    """Shape and loss of the head."""
+
+    num_hidden_layers: int = 1
+    """Decoder layers, one above the other; servers expect one."""
+    fc_bias: bool = False
+    """A bias behind the fusion of embedding and feature; the EAGLE project has one, vLLM takes none."""
+    attention_bias: bool | None = None
+    """Biases on queries, keys and values; unset: where the target has them."""
+    draft_vocab_size: int = 0
+    """Rows of the target's output layer that are read (the most frequent supervised tokens; FR-Spec, arXiv 2502.14856);
+    0 is its whole vocabulary."""
+    feature_weight: float = 1.0
+    """Of the regression of features (smooth L1)."""
+    logit_weight: float = 0.1
+    """Of the cross-entropy against the target's distribution."""
+    topk_weight: float = 0.0
+    """Of the cross-entropy over the target's likeliest tokens alone; HASS: 1."""
+    topk: int = 10
+    """How many tokens that are."""
+    noise: float = 0.1
+    """In training, features are off by up to this much, uniformly: the head must bear its own errors."""
+    steps: int = 1
+    """Unrolled drafting steps in training; HASS: 3."""
+    step_decay: float = 1.0
+    """Step s's loss weighs decay^s."""
+    detach_steps: bool = False
+    """Keep the gradient of a step from the steps before it, as HASS's code does."""
+
+
+class _Layer(nn.Module):
+    """A decoder layer; the first has no norm before its attention."""
+
+    def __init__(self, c: EagleConfig, first: bool) -> None:
+        super().__init__()
+        size = c.hidden_size
+        self.input_layernorm = nn.Identity() if first else RMSNorm(size, c.rms_norm_eps)
+        self.self_attn = Attention(size, size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.rope_theta)
+        if c.attention_bias:
+            for name in _BIASED:
+                plain: nn.Linear = getattr(self.self_attn, name)
+                setattr(self.self_attn, name, nn.Linear(plain.in_features, plain.out_features))
+        self.post_attention_layernorm = RMSNorm(size, c.rms_norm_eps)
+        self.mlp = GatedMLP(size, c.intermediate_size)
+
+    def forward(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [B, T, H]
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), positions, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle(UnrolledHead):
+    """The head: fusion and decoder layer(s), between the target's own embedding and output layer."""
+
+    kind = "eagle"
+    Config = EagleConfig
+    layers: Sequence[int] = ()
+
+    def __init__(self, config: EagleConfig, target: Target) -> None:
+        _resolve(config, target)
+        super().__init__(config, target)
+        self.depths = config.steps
+        self.n_layers = config.num_hidden_layers
+        self.tree = Dynamic(nodes=60, depth=6, topk=10)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
+        self._decoder = tuple(_Layer(config, first=i == 0) for i in range(self.n_layers))
+        # Servers call the decoder layers what is the name of the tapped ones here: registered under that name by hand.
+        self._modules["layers"] = nn.ModuleList(self._decoder)
+
+    @torch.no_grad()
+    def init_from_target(self) -> None:
+        """The fusion starts with equal shares of embedding and feature, of which many targets have one far smaller.
+
+        The target's last layer is no start: it reads normed states and adds to un-normed ones, the head does neither.
+        On SmolLM2 a copy began at forty times the loss of random weights and had not caught up after 160 steps.
+        """
+        target, size = self.target, self.config.hidden_size
+        ids = torch.arange(min(target.vocab_size, _EMBEDDINGS), device=target.device)
+        norm = target.norm_weight(target.final_norm)
+        feature = 1.0 if norm is None else _rms(norm)
+        self.fc.weight[:, :size] *= feature / max(_rms(target.embed(ids)), 1e-6)
+
+    def start(self, out: TargetOutput) -> Tensor:
+        return out.hidden.to(self.dtype)
+
+    def advance(self, hidden: Tensor, tokens: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
+        embedded = self.target.embed(tokens).to(hidden.dtype)  # [B, T, H]
+        hidden = self.fc(torch.cat([embedded, hidden], -1))
+        for layer, attend in zip(self._decoder, attends, strict=True):
+            hidden = layer(hidden, positions, attend)
+        return hidden
+
+    def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
+        """At step s row t predicts feature t+1+s and with it token t+2+s, from its own feature of the step before.
+
+        Features are learned at every supervised row, distributions where the token is in the draft vocabulary.
+        """
+        c = self.config
+        predicts = ahead(batch, 1)[1]  # [B, T]
+        true = out.hidden[predicts]  # [n, H]
+        features = TrueRows(predicts, true)
+        teacher = TrueRows(predicts, self.target.logits(true, self.draft_ids()))
+        loss = out.hidden.new_zeros((), dtype=torch.float32)
+        correct = torch.zeros(c.steps, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
+        unrolled = self.unroll(batch, self._noisy(self.start(out), batch), c.steps, c.detach_steps)
+        for step, hidden in enumerate(unrolled):  # [B, T, H]
+            ids, supervised = ahead(batch, 2 + step)
+            labels, inside = self.to_draft(ids)
+            rows = supervised & inside  # [B, T]
+            logits, aim = self._logits(hidden[rows]), teacher.behind(rows, 1 + step)  # both [n, D]
+            learned = c.feature_weight * feature_regression(hidden[supervised], features.behind(supervised, 1 + step))
+            learned = learned + c.logit_weight * soft_cross_entropy(logits, aim)
+            if c.topk_weight:
+                learned = learned + c.topk_weight * topk_distillation(logits, aim, c.topk)
+            loss = loss + c.step_decay**step * learned
+            correct[step][rows] = logits.detach().max(-1).indices == labels[rows]
+        return loss, Hits(correct, ahead(batch, 2)[1])
+
+    def _noisy(self, hidden: Tensor, batch: Batch) -> Tensor:
+        """In training, features that are off by up to `noise`.
+
+        A call takes one number from the run's random state, whatever the batch: so all ranks keep the same state, the
+        one that checkpoints hold. What tells their noise apart is the first conversation of each batch. A run on more
+        processes, or with other micro batches, draws other noise.
+        """
+        noise = self.config.noise
+        if not self.training or not noise:
+            return hidden
+        seed = int(torch.randint(1 << 32, ())) ^ batch.rows[0] * _SPREAD % (1 << 32)  # the CPU reads 32 bits of a seed
+        generator = torch.Generator(hidden.device).manual_seed(seed)
+        shift = torch.rand(hidden.shape, generator=generator, device=hidden.device)  # [B, T, H]
+        return hidden + ((2 * shift - 1) * noise).to(hidden.dtype)
+
+    def _log_probabilities(self, hidden: Tensor) -> Tensor:  # [n, H] -> [n, D]
+        return self._logits(hidden).log_softmax(-1)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """What the target's output layer says of features [n, H], with a gradient where one is asked: [n, D]."""
+        if not torch.is_grad_enabled():  # the layer itself, packed and in its dtype
+            return self.target.logits(hidden.to(self.target.dtype), self.draft_ids())
+        weight, bias = self.target.output_rows(self.draft_ids())
+        logits = F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
+        return self.target.scaled(logits.float())
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.float().square().mean().sqrt())
+
+
+def _resolve(c: EagleConfig, target: Target) -> None:
+    """Fill in what the target decides, and refuse what cannot be built."""
+    for name, least in (("num_hidden_layers", 1), ("steps", 1), ("topk", 1), ("noise", 0), ("step_decay", 0)):
+        if getattr(c, name) < least:
+            raise UserError(f"head.options.{name} {getattr(c, name)} must be at least {least}")
+    weights = {name: getattr(c, name) for name in ("feature_weight", "logit_weight", "topk_weight")}
+    if min(weights.values()) < 0 or not any(weights.values()):
+        raise UserError(f"head.options: {weights} must be at least 0, and one of them above it")
+    c.fill(target)
+    if c.attention_bias is None:
+        names = [name for name, _ in target.last_block.named_parameters()]
+        c.attention_bias = any("q_proj" in name and name.endswith("bias") for name in names)
