@@ -77,8 +77,8 @@ def generate_batch(
     `samplers` has one for each prompt (default: greedy); `on_commit` is told the prompt's number first. Seconds are
     those of the whole batch.
     """
-    if drafter is not None and speculation.tree is None:
-        speculation = replace(speculation, tree=drafter.tree)
+    if drafter is None or speculation.tree is None:
+        speculation = replace(speculation, tree=drafter.tree if drafter else None)
     clock = _Clock(target.device)
     texts = [
         Text(target, prompt, sampler, speculation, max_new_tokens, stop, keep_gaps)

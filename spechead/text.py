@@ -143,8 +143,9 @@ class Text:
 
     def take(self, result: Accepted, nodes: TargetOutput) -> None:
         """Remember the target's rows of the accepted path, from which the next draft is made."""
-        path = torch.tensor(result.path, device=self._ids.device)
-        self._out, self._fresh = nodes.rows(path), torch.tensor(result.tokens, device=self._ids.device)
+        self._fresh = torch.tensor(result.tokens, device=self._ids.device)
+        if self._speculation.tree is not None:  # plain decoding has nobody who reads them
+            self._out = nodes.rows(torch.tensor(result.path, device=self._ids.device))
 
     def append(self, tokens: list[int], accepted: int) -> None:
         """Append `tokens` up to the first end."""

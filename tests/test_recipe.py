@@ -23,6 +23,8 @@ def test_the_recipes_that_should_ship() -> None:
         "eagle-llama-2-7b",
         "hass-smollm2",
         "eagle3-smollm2",
+        "hydra-smollm2",
+        "hydra-mistral-7b",
         "medusa-smollm2",
         "eagle3-smollm2-long",
         "eagle3-llama-3.1-8b",

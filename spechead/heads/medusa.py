@@ -88,7 +88,8 @@ class Medusa(Head):
         if not torch.is_grad_enabled():  # the target's own layer, packed and in its dtype
             return self.target.logits(state.to(self.target.dtype), self.draft_ids())
         weight, bias = self.target.output_rows(self.draft_ids())
-        return F.linear(state, weight.to(state.dtype), None if bias is None else bias.to(state.dtype))
+        logits = F.linear(state, weight.to(state.dtype), None if bias is None else bias.to(state.dtype))
+        return self.target.scaled(logits.float())
 
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
         """Σ_k λ^k cross-entropy of head k.

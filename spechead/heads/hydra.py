@@ -1,0 +1,275 @@
+"""Hydra (arXiv 2402.05109): heads on the target's last hidden state that also read the drafts before their own.
+
+Head k, from 0, reads the state of row t beside the embeddings of k + 1 tokens; `ahead` tells which:
+
+    head    reads                              predicts
+    0       h_t  x_t+1                         x_t+2       x_t+1 is the target's own token, the root of the tree
+    1       h_t  x_t+1  x_t+2                  x_t+3       in drafting x_t+2 is a draft: one that head 0 proposed
+    k       h_t  x_t+1  ...  x_t+1+k           x_t+2+k
+
+Hydra++ of the same paper is four blocks a head, `prefix`, `loss: soft_ce` and dropout.
+
+Legend: B batch, T rows, K heads, H hidden size, D draft vocabulary, n positions or nodes, S rows remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from spechead.cache import Rows
+from spechead.dataset import Batch
+from spechead.drafters.grow import grow
+from spechead.errors import UserError
+from spechead.heads.base import Head, Hits, ahead
+from spechead.heads.unrolled import CachedAttention, DecoderShape, TrueRows, UnrolledAttention, take_over
+from spechead.layers import Attend, Attention, GatedMLP, RMSNorm
+from spechead.losses import hard_cross_entropy, soft_cross_entropy
+from spechead.sampling import Drawing
+from spechead.target import Target, TargetOutput
+from spechead.tree import Plan, Tree, chain
+
+Drop = Callable[[Tensor], Tensor]
+"""Dropout, or what does nothing."""
+
+_SPREAD = 2654435761  # prime, near 2^32 by the golden ratio: neighbouring numbers lie far apart
+_PREFIX_SHARE = 0.01  # of what the target's last layer gives: its hidden states are far larger than normed ones
+
+
+@dataclass
+class HydraConfig(DecoderShape):
+    """Shape and loss of the heads; the shape of a decoder layer is that of the prefix layer."""
+
+    n_heads: int = 4
+    """Heads, one behind the other; also the deepest draft."""
+    n_layers: int = 1
+    """Residual blocks of each head."""
+    prefix: bool = False
+    """A decoder layer over the target's hidden states, whose output the heads read in their place."""
+    norm_embeddings: bool = True
+    """Bring each embedding to a root mean square of 1: in many targets they are far smaller than hidden states, and the
+    heads are slow to heed them. The paper does not."""
+    loss: str = "hard_ce"
+    """`hard_ce`: against the text's token; `soft_ce`: against the target's distribution over the draft vocabulary."""
+    dropout: float = 0.0
+    """Share of what each block and output layer reads that is zeroed in training."""
+    output: str = "own"
+    """`own`: each head trains its output layer; `shared`: the target's, frozen, no weight of its own."""
+    draft_vocab_size: int = 0
+    """Rows of the output layer (the most frequent supervised tokens); 0 is the target's whole vocabulary."""
+    decay: float = 1.0
+    """Head k's loss weighs decay^k."""
+
+
+class _Block(nn.Module):
+    """P x + SiLU(W x + b), at the start the first H of its inputs.
+
+    P is the identity where there are no more inputs than that, else trained.
+    """
+
+    def __init__(self, inputs: int, size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+        self.residual: nn.Module = nn.Identity()
+        if inputs > size:
+            self.residual = projection = nn.Linear(inputs, size, bias=False)
+            nn.init.eye_(projection.weight)
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., inputs] -> [..., H]
+        return self.residual(x) + F.silu(self.linear(x))
+
+
+class _Stack(nn.Module):
+    """The residual blocks of one head."""
+
+    def __init__(self, inputs: int, size: int, n_layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(_Block(inputs if i == 0 else size, size) for i in range(n_layers))
+
+    def forward(self, x: Tensor, drop: Drop) -> Tensor:  # [..., inputs] -> [..., H]
+        for block in self.blocks:
+            x = block(drop(x))
+        return drop(x)
+
+
+class _Prefix(nn.Module):
+    """A decoder layer over final hidden states: a row then knows more of the rows before it (Hydra++)."""
+
+    def __init__(self, c: HydraConfig) -> None:
+        super().__init__()
+        size = c.hidden_size
+        self.input_layernorm = RMSNorm(size, c.rms_norm_eps)
+        self.self_attn = Attention(size, size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.rope_theta)
+        self.post_attention_layernorm = RMSNorm(size, c.rms_norm_eps)
+        self.mlp = GatedMLP(size, c.intermediate_size)
+
+    def forward(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [B, T, H]
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), positions, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+    def init_from(self, target: Target) -> None:
+        """Start near the identity: as the target's last layer where shapes allow, its outputs made small."""
+        weights = dict(target.last_block.named_parameters())
+        for name, parameter in self.named_parameters():
+            if "norm" in name:
+                theirs = target.norm_weight(getattr(target.last_block, name.removesuffix(".weight"), None))
+            else:
+                theirs = weights.get(name)
+            take_over(parameter, theirs)
+        self.self_attn.o_proj.weight.mul_(_PREFIX_SHARE)
+        self.mlp.down_proj.weight.mul_(_PREFIX_SHARE)
+
+
+class Hydra(Head):
+    """K residual stacks, each over a state and the tokens behind it, each with an output layer."""
+
+    kind = "hydra"
+    Config = HydraConfig
+
+    def __init__(self, config: HydraConfig, target: Target) -> None:
+        _resolve(config, target)
+        super().__init__(config, target)
+        self.layers = ()
+        size = config.hidden_size
+        self.prefix = _Prefix(config) if config.prefix else None
+        self.heads = nn.ModuleList(_Stack((k + 2) * size, size, config.n_layers) for k in range(config.n_heads))
+        self.lm_heads = nn.ModuleList()
+        if config.output == "own":
+            self.lm_heads.extend(nn.Linear(size, self.draft_size, bias=False) for _ in range(config.n_heads))
+        self.depths = config.n_heads
+        self.tree = chain(config.n_heads)
+
+    @torch.no_grad()
+    def init_from_target(self) -> None:
+        """Every output layer starts as the target's rows, so that head k first repeats the next token."""
+        weight, _ = self.target.output_rows(self.draft_ids())
+        for layer in self.lm_heads.parameters():
+            layer.copy_(weight)
+        if self.prefix is not None:
+            self.prefix.init_from(self.target)
+
+    def head_logits(self, inputs: Tensor, k: int, drop: Drop = lambda x: x) -> Tensor:  # [..., (k+2)*H] -> [..., D]
+        state = self.heads[k](inputs, drop)
+        if self.config.output == "own":
+            return self.lm_heads[k](state)
+        if not torch.is_grad_enabled():  # the target's own layer, packed and in its dtype
+            return self.target.logits(state.to(self.target.dtype), self.draft_ids())
+        weight, bias = self.target.output_rows(self.draft_ids())
+        logits = F.linear(state, weight.to(state.dtype), None if bias is None else bias.to(state.dtype))
+        return self.target.scaled(logits.float())
+
+    def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
+        """Σ_k decay^k cross-entropy of head k, which reads the text's own tokens.
+
+        It runs over the rows whose token ahead(2 + k) is supervised and in the draft vocabulary.
+        """
+        hidden = out.hidden.to(self.dtype)  # [B, T, H]
+        if self.prefix is not None:
+            hidden = self.prefix(hidden, batch.positions, UnrolledAttention(batch.document))
+        drop = _Dropout(self.config.dropout if self.training else 0.0, batch)
+        teacher = self._teacher(batch, out) if self.config.loss == "soft_ce" else None
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        correct = torch.zeros(self.config.n_heads, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
+        for k in range(self.config.n_heads):
+            ids, supervised = ahead(batch, 2 + k)
+            labels, inside = self.to_draft(ids)
+            rows = supervised & inside  # [B, T]
+            tokens = [ahead(batch, 1 + i)[0][rows] for i in range(k + 1)]  # each [n]
+            inputs = torch.cat([hidden[rows], *map(self._embed, tokens)], -1)  # [n, (k+2)*H]
+            logits = self.head_logits(inputs, k, drop)  # [n, D]
+            weight = self.config.decay**k
+            if teacher is None:
+                loss = loss + weight * hard_cross_entropy(logits, labels[rows])
+            else:
+                loss = loss + weight * soft_cross_entropy(logits, teacher.behind(rows, 1 + k))
+            correct[k][rows] = logits.detach().max(-1).indices == labels[rows]
+        return loss, Hits(correct, ahead(batch, 2)[1])
+
+    def _teacher(self, batch: Batch, out: TargetOutput) -> TrueRows:
+        """The target's logits over the draft vocabulary, at the positions that predict a supervised token."""
+        predicts = ahead(batch, 1)[1]  # [B, T]
+        return TrueRows(predicts, self.target.logits(out.hidden[predicts], self.draft_ids()))
+
+    def new_state(self, prompt: Tensor) -> Rows | None:
+        """Keys and values of the prefix layer for the rows of the text so far, made from the target's true states."""
+        return None if self.prefix is None else Rows()
+
+    @torch.no_grad()
+    def propose(
+        self, state: Rows | None, fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Drawing | None = None
+    ) -> Tree:
+        """Take in the rows before `fresh` and grow a tree behind the last; each node is drafted from its own path."""
+        size = self.config.hidden_size
+        level = torch.cat([self._last(state, out), self._embed(fresh[-1:])], -1)  # [n, (k+2)*H] read last, at a depth
+        begin = -1  # number of the first of these rows; the root's is -1
+
+        def deepen(tokens: Tensor, parents: Tensor, _: Tensor) -> Tensor:
+            nonlocal level, begin
+            above = level[parents - begin]
+            begin += level.shape[0]
+            level = torch.cat([above, self._embed(tokens)], -1)
+            return self._log_probabilities(level, level.shape[-1] // size - 2)
+
+        first = self._log_probabilities(level, 0)  # [1, D]
+        plan = plan.limited(self.depths)
+        return grow(plan, fresh[-1], first, self.draft_ids(), deepen, drawing, self.target.vocab_size)
+
+    def _last(self, state: Rows | None, out: TargetOutput) -> Tensor:
+        """What the heads read of the last of the target's new rows: [1, H]. No draft enters the state."""
+        if self.prefix is None or state is None:
+            return out.hidden[0, -1:].to(self.dtype)
+        hidden = out.hidden.to(self.dtype)  # [1, n, H]
+        past, new = state.length, hidden.shape[1]
+        positions = torch.arange(past, past + new, device=hidden.device)[None]
+        visible = None  # a prompt's rows need no mask of their number squared
+        if past:
+            visible = torch.ones(new, past + new, dtype=torch.bool, device=hidden.device).tril(past)  # [n, S+n]
+        return self.prefix(hidden, positions, CachedAttention(state, visible))[0, -1:]
+
+    def _log_probabilities(self, inputs: Tensor, k: int) -> Tensor:  # [n, (k+2)*H] -> [n, D]
+        return self.head_logits(inputs, k).float().log_softmax(-1)
+
+    def _embed(self, ids: Tensor) -> Tensor:  # [n] -> [n, H]
+        embedded = self.target.embed(ids).float()
+        if self.config.norm_embeddings:
+            embedded = F.rms_norm(embedded, embedded.shape[-1:], eps=self.config.rms_norm_eps)
+        return embedded.to(self.dtype)
+
+
+class _Dropout:
+    """Zeroes a share of its inputs and makes up for it in the rest.
+
+    A training step takes one number from the run's random state, whatever the batch: so all ranks keep the same state,
+    the one that checkpoints hold. What tells their noise apart is the first conversation of each batch.
+    """
+
+    def __init__(self, share: float, batch: Batch) -> None:
+        self._share, self._generator = share, torch.Generator(batch.ids.device)
+        if share:
+            seed = int(torch.randint(1 << 32, ())) ^ batch.rows[0] * _SPREAD % (1 << 32)  # the CPU reads 32 bits of it
+            self._generator.manual_seed(seed)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if not self._share:
+            return x
+        kept = torch.rand(x.shape, generator=self._generator, device=x.device) >= self._share
+        return x * kept / (1 - self._share)
+
+
+def _resolve(c: HydraConfig, target: Target) -> None:
+    """Fill in what the target decides, and refuse what cannot be built."""
+    if c.output not in ("own", "shared"):
+        raise UserError(f"head.options.output {c.output!r} is not own or shared")
+    if c.loss not in ("soft_ce", "hard_ce"):
+        raise UserError(f"head.options.loss {c.loss!r} is not soft_ce or hard_ce")
+    if c.n_heads < 1 or c.n_layers < 1:
+        raise UserError(f"head.options: n_heads {c.n_heads} and n_layers {c.n_layers} must be at least 1")
+    if not 0 <= c.dropout < 1:
+        raise UserError(f"head.options.dropout {c.dropout} must be at least 0 and below 1")
+    c.fill(target)
