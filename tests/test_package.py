@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from spechead.cli import COMMANDS
+
 ROOT = Path(__file__).parent.parent
 
 pytestmark = pytest.mark.slow
@@ -91,4 +93,4 @@ def test_its_commands_answer(installed: Path, tmp_path: Path) -> None:
         "    try: main([*name.split(), '--help'])\n"
         "    except SystemExit as end: assert end.code == 0, name\n"
     )
-    assert run(installed, code, tmp_path).count("usage: spechead ") == 6
+    assert run(installed, code, tmp_path).count("usage: spechead ") == len(COMMANDS) > 5
