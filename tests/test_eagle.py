@@ -257,7 +257,7 @@ def test_a_true_feature_is_read_as_the_target_reads_it(family: str, rows: int) -
     head = make_head(own, draft_vocab_size=rows)
     hidden = seen(own, collate([sample(own)], 64)).hidden[0]
     expected = own.logits(hidden, head.draft_ids())
-    trained = head._logits(hidden.clone().requires_grad_())
+    trained = head.target_logits(hidden.clone().requires_grad_())
     assert trained.requires_grad and torch.allclose(trained, expected, atol=1e-5)
     with torch.no_grad():
         assert torch.allclose(head._log_probabilities(hidden), expected.log_softmax(-1), atol=1e-5)

@@ -15,11 +15,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from spechead.drafters.draft_model import drafting_dtype
 from spechead.errors import UserError
 from spechead.files import make_folder, read_json, reason, write_json
 from spechead.heads import HEADS, Head
 from spechead.packed import pack_linears
-from spechead.target import Target, native_bfloat16
+from spechead.target import DTYPES, Target
 from spechead.tree import parse_plan
 
 WEIGHTS, CONFIG, FORMAT = "model.safetensors", "config.json", 1
@@ -65,9 +66,7 @@ def load_head(folder: Path, target: Target, *, force: bool = False, dtype: torch
     head = kind(kind.Config(**config["config"]), target)
     _load_strictly(head, folder / WEIGHTS)
     head.tree = parse_plan(config["tree"])
-    if dtype is None:
-        dtype = torch.bfloat16 if native_bfloat16(target.device) else target.dtype
-    head.to(device=target.device, dtype=dtype).eval().requires_grad_(False)
+    head.to(device=target.device, dtype=dtype or DTYPES[drafting_dtype("auto", target)]).eval().requires_grad_(False)
     if target.packed:
         pack_linears(head)
     return head

@@ -22,6 +22,8 @@ from spechead.sampling import Drawing
 from spechead.target import Target, TargetOutput
 from spechead.tree import Plan, Tree, chain
 
+_SPREAD = 2654435761  # prime, near 2^32 by the golden ratio: neighbouring numbers lie far apart
+
 
 @dataclass
 class Hits:
@@ -50,6 +52,16 @@ def ahead(batch: Batch, n: int) -> tuple[Tensor, Tensor]:
     supervised = nn.functional.pad(batch.supervised, (0, n))[:, n:][:, :width]
     document = nn.functional.pad(batch.document, (0, n), value=-1)[:, n:][:, :width]
     return ids, supervised & (document == batch.document) & (batch.document >= 0)
+
+
+def noise_of(batch: Batch, device: torch.device) -> torch.Generator:
+    """Random numbers for what a training step disturbs.
+
+    A call takes one number from the run's random state, whatever the batch: so all ranks keep the same state, the one
+    that checkpoints hold. What tells their noise apart is the first conversation of each batch.
+    """
+    seed = int(torch.randint(1 << 32, ())) ^ batch.rows[0] * _SPREAD % (1 << 32)  # the CPU reads 32 bits of a seed
+    return torch.Generator(device).manual_seed(seed)
 
 
 class Head(nn.Module, ABC):
@@ -112,6 +124,14 @@ class Head(nn.Module, ABC):
             return ids, torch.ones_like(ids, dtype=torch.bool)
         rank = self.t2d.cumsum(0) - 1  # [V]: draft id of each id that is in
         return rank[ids].clamp(min=0), self.t2d[ids]
+
+    def target_logits(self, state: Tensor) -> Tensor:
+        """What the target's output layer says of states [..., H], with a gradient where one is asked: [..., D]."""
+        if not torch.is_grad_enabled():  # the layer itself, packed and in its dtype
+            return self.target.logits(state.to(self.target.dtype), self.draft_ids())
+        weight, bias = self.target.output_rows(self.draft_ids())
+        logits = nn.functional.linear(state, weight.to(state.dtype), None if bias is None else bias.to(state.dtype))
+        return self.target.scaled(logits.float())
 
     def init_from_target(self) -> None:
         """Start from the target's weights where that helps; the target must not be packed yet."""

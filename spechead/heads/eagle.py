@@ -18,12 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spechead.dataset import Batch
 from spechead.errors import UserError
-from spechead.heads.base import Hits, ahead
+from spechead.heads.base import Hits, ahead, noise_of
 from spechead.heads.unrolled import DecoderShape, TrueRows, UnrolledHead
 from spechead.layers import Attend, Attention, GatedMLP, RMSNorm
 from spechead.losses import feature_regression, soft_cross_entropy, topk_distillation
@@ -32,7 +31,6 @@ from spechead.tree import Dynamic
 
 _BIASED = ("q_proj", "k_proj", "v_proj")
 _EMBEDDINGS = 4096  # tokens whose embeddings tell how large all are
-_SPREAD = 2654435761  # prime, near 2^32 by the golden ratio: neighbouring numbers lie far apart
 
 
 @dataclass
@@ -144,7 +142,7 @@ class Eagle(UnrolledHead):
             ids, supervised = ahead(batch, 2 + step)
             labels, inside = self.to_draft(ids)
             rows = supervised & inside  # [B, T]
-            logits, aim = self._logits(hidden[rows]), teacher.behind(rows, 1 + step)  # both [n, D]
+            logits, aim = self.target_logits(hidden[rows]), teacher.behind(rows, 1 + step)  # both [n, D]
             learned = c.feature_weight * feature_regression(hidden[supervised], features.behind(supervised, 1 + step))
             learned = learned + c.logit_weight * soft_cross_entropy(logits, aim)
             if c.topk_weight:
@@ -156,28 +154,17 @@ class Eagle(UnrolledHead):
     def _noisy(self, hidden: Tensor, batch: Batch) -> Tensor:
         """In training, features that are off by up to `noise`.
 
-        A call takes one number from the run's random state, whatever the batch: so all ranks keep the same state, the
-        one that checkpoints hold. What tells their noise apart is the first conversation of each batch. A run on more
-        processes, or with other micro batches, draws other noise.
+        A run on more processes, or with other micro batches, draws other noise.
         """
         noise = self.config.noise
         if not self.training or not noise:
             return hidden
-        seed = int(torch.randint(1 << 32, ())) ^ batch.rows[0] * _SPREAD % (1 << 32)  # the CPU reads 32 bits of a seed
-        generator = torch.Generator(hidden.device).manual_seed(seed)
+        generator = noise_of(batch, hidden.device)
         shift = torch.rand(hidden.shape, generator=generator, device=hidden.device)  # [B, T, H]
         return hidden + ((2 * shift - 1) * noise).to(hidden.dtype)
 
     def _log_probabilities(self, hidden: Tensor) -> Tensor:  # [n, H] -> [n, D]
-        return self._logits(hidden).log_softmax(-1)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """What the target's output layer says of features [n, H], with a gradient where one is asked: [n, D]."""
-        if not torch.is_grad_enabled():  # the layer itself, packed and in its dtype
-            return self.target.logits(hidden.to(self.target.dtype), self.draft_ids())
-        weight, bias = self.target.output_rows(self.draft_ids())
-        logits = F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
-        return self.target.scaled(logits.float())
+        return self.target_logits(hidden).log_softmax(-1)
 
 
 def _rms(x: Tensor) -> float:

@@ -25,7 +25,7 @@ from spechead.cache import Rows
 from spechead.dataset import Batch
 from spechead.drafters.grow import grow
 from spechead.errors import UserError
-from spechead.heads.base import Head, Hits, ahead
+from spechead.heads.base import Head, Hits, ahead, noise_of
 from spechead.heads.unrolled import CachedAttention, DecoderShape, TrueRows, UnrolledAttention, take_over
 from spechead.layers import Attend, Attention, GatedMLP, RMSNorm
 from spechead.losses import hard_cross_entropy, soft_cross_entropy
@@ -36,7 +36,6 @@ from spechead.tree import Plan, Tree, chain
 Drop = Callable[[Tensor], Tensor]
 """Dropout, or what does nothing."""
 
-_SPREAD = 2654435761  # prime, near 2^32 by the golden ratio: neighbouring numbers lie far apart
 _PREFIX_SHARE = 0.01  # of what the target's last layer gives: its hidden states are far larger than normed ones
 
 
@@ -158,11 +157,7 @@ class Hydra(Head):
         state = self.heads[k](inputs, drop)
         if self.config.output == "own":
             return self.lm_heads[k](state)
-        if not torch.is_grad_enabled():  # the target's own layer, packed and in its dtype
-            return self.target.logits(state.to(self.target.dtype), self.draft_ids())
-        weight, bias = self.target.output_rows(self.draft_ids())
-        logits = F.linear(state, weight.to(state.dtype), None if bias is None else bias.to(state.dtype))
-        return self.target.scaled(logits.float())
+        return self.target_logits(state)
 
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
         """Σ_k decay^k cross-entropy of head k, which reads the text's own tokens.
@@ -243,17 +238,12 @@ class Hydra(Head):
 
 
 class _Dropout:
-    """Zeroes a share of its inputs and makes up for it in the rest.
-
-    A training step takes one number from the run's random state, whatever the batch: so all ranks keep the same state,
-    the one that checkpoints hold. What tells their noise apart is the first conversation of each batch.
-    """
+    """Zeroes a share of its inputs and makes up for it in the rest."""
 
     def __init__(self, share: float, batch: Batch) -> None:
-        self._share, self._generator = share, torch.Generator(batch.ids.device)
+        self._share = share
         if share:
-            seed = int(torch.randint(1 << 32, ())) ^ batch.rows[0] * _SPREAD % (1 << 32)  # the CPU reads 32 bits of it
-            self._generator.manual_seed(seed)
+            self._generator = noise_of(batch, batch.ids.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self._share:

@@ -85,11 +85,7 @@ class Medusa(Head):
         state = self.blocks[k](hidden)
         if self.config.output == "own":
             return self.lm_heads[k](state)
-        if not torch.is_grad_enabled():  # the target's own layer, packed and in its dtype
-            return self.target.logits(state.to(self.target.dtype), self.draft_ids())
-        weight, bias = self.target.output_rows(self.draft_ids())
-        logits = F.linear(state, weight.to(state.dtype), None if bias is None else bias.to(state.dtype))
-        return self.target.scaled(logits.float())
+        return self.target_logits(state)
 
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
         """Σ_k λ^k cross-entropy of head k.
