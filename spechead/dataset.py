@@ -192,8 +192,8 @@ def split_validation(samples: Sequence[Sample], share: float, seed: int) -> tupl
     return training, [sample for i, sample in enumerate(samples) if i in held]
 
 
-def draft_vocabulary(samples: Sequence[Sample], size: int, vocab_size: int) -> Tensor:
-    """The ids that a reduced output layer has rows for: int64 [size], ascending.
+def draft_vocabulary(samples: Sequence[Sample], size: int, vocab_size: int, kept: Tensor | None = None) -> Tensor:
+    """The ids that a reduced output layer has rows for: int64 [size], ascending; those of `kept` are among them.
 
     The most frequent supervised tokens (of equally frequent ones the smaller id); where the samples hold
     fewer distinct ones, the smallest ids that are left.
@@ -203,6 +203,8 @@ def draft_vocabulary(samples: Sequence[Sample], size: int, vocab_size: int) -> T
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for sample in samples:
         counts += torch.bincount(sample.ids[sample.supervised], minlength=vocab_size)
+    if kept is not None:
+        counts[kept] += counts.max() + 1
     # Stable and descending: among equals, and among the unused, ids ascend.
     order = torch.sort(counts, descending=True, stable=True).indices
     return order[:size].sort().values

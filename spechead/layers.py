@@ -42,15 +42,30 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def rotation(positions: Tensor, size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [B, 1, T, D/2], float32, of the angles at positions [B, T] for heads of `size` D."""
-    steps = torch.arange(size // 2, device=positions.device, dtype=torch.float32) / (size // 2)
-    angle = positions[:, None, :, None].float() * theta**-steps
-    return angle.cos(), angle.sin()
+class Rotary:
+    """Rotary positions (arXiv 2104.09864) of given inverse frequencies [D/2].
+
+    No buffer of a module: frequencies stay float32 when a head is cast. `factor` multiplies cosine and sine, as some
+    scalings want (YaRN, arXiv 2309.00071).
+    """
+
+    def __init__(self, frequencies: Tensor, factor: float = 1.0) -> None:
+        self._frequencies, self._factor = frequencies, factor
+
+    @classmethod
+    def plain(cls, size: int, theta: float) -> Rotary:
+        """For heads of `size` D: theta^(-2i/D), without scaling."""
+        return cls(theta ** -(torch.arange(size // 2, dtype=torch.float32) / (size // 2)))
+
+    def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine [B, 1, T, D/2], float32, of the angles at positions [B, T]."""
+        self._frequencies = self._frequencies.to(positions.device)
+        angle = positions[:, None, :, None].float() * self._frequencies
+        return angle.cos() * self._factor, angle.sin() * self._factor
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B, heads, T, D] by its position (arXiv 2104.09864, halves layout), in float32."""
+    """Rotate x [B, heads, T, D] by its position (halves layout), in float32."""
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
@@ -58,19 +73,43 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Grouped-query attention with rotary positions; `attend` decides who sees whom."""
 
-    def __init__(self, inputs: int, hidden: int, heads: int, kv_heads: int, head_dim: int, theta: float) -> None:
+    def __init__(
+        self,
+        inputs: int,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        positions: Rotary,
+        bias: bool = False,  # on queries, keys and values
+    ) -> None:
         super().__init__()
-        self.q_proj = nn.Linear(inputs, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(inputs, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(inputs, kv_heads * head_dim, bias=False)
+        self.q_proj = nn.Linear(inputs, heads * head_dim, bias=bias)
+        self.k_proj = nn.Linear(inputs, kv_heads * head_dim, bias=bias)
+        self.v_proj = nn.Linear(inputs, kv_heads * head_dim, bias=bias)
         self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
-        self.head_dim, self.theta = head_dim, theta
+        self.head_dim, self.rotation = head_dim, positions
 
     def forward(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [B, T, inputs] -> [B, T, H]
         query, key, value = (self._heads(p(x)) for p in (self.q_proj, self.k_proj, self.v_proj))
-        cos, sin = rotation(positions, self.head_dim, self.theta)
+        cos, sin = self.rotation(positions)
         out = attend(rotary(query, cos, sin), rotary(key, cos, sin), value)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:  # [B, T, heads*D] -> [B, heads, T, D]
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then a gated MLP, each over a norm of the hidden state and added to it."""
+
+    def __init__(self, attention: Attention, mlp: GatedMLP, hidden: int, eps: float, first_norm: bool = True) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(hidden, eps) if first_norm else nn.Identity()
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.mlp = mlp
+
+    def forward(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [B, T, H]
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), positions, attend)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))

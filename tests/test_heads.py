@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import conftest
 import pytest
 import torch
-from conftest import FAMILIES, make_target
+from conftest import BASE, FAMILIES, make_target
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig
 
 from spechead.cache import Rows
 from spechead.dataset import Batch, Sample, collate
 from spechead.errors import UserError
 from spechead.formats.native import head_target, load_head, save_head
 from spechead.generate import Speculation, generate
-from spechead.heads import HEADS, Head
+from spechead.heads import HEADS, Head, unrolled
 from spechead.heads.base import ahead
 from spechead.heads.medusa import Medusa
 from spechead.heads.unrolled import UnrolledHead
@@ -27,19 +32,47 @@ OPTIONS: dict[str, dict[str, object]] = {
     "hydra": {"n_heads": 4, "n_layers": 2, "prefix": True, "draft_vocab_size": 48},
     "medusa": {"n_heads": 4, "draft_vocab_size": 48},
 }
+SCALED = "llama-scaled"  # a target whose rotary positions are scaled
+# Options that change what a head computes: (kind, family of the target, options)
+VARIANTS: dict[str, tuple[str, str, dict[str, object]]] = {
+    "eagle3.1": ("eagle3", "llama", {"fc_norm": True, "norm_output": True, "loss": "lk_lambda"}),
+    "two-layers": ("eagle3", "llama", {"n_layers": 2, "norm_before_residual": True, "loss": "kl"}),
+    "norm-before-fc": ("eagle3", "llama", {"norm_before_fc": True, "norm_output": True, "n_layers": 3, "loss": "tv"}),
+    "whole-vocabulary": ("eagle3", "llama", {"draft_vocab_size": 0, "layers": [1, 3, 5, 7], "loss": "lk_alpha"}),
+    "wide-heads": ("eagle3", "llama", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 24}),
+    "eagle3-scaled": ("eagle3", SCALED, {"n_layers": 2, "loss": "hard_ce"}),
+    "eagle-scaled": ("eagle", SCALED, {"num_hidden_layers": 2}),
+    "hydra-scaled": ("hydra", SCALED, {"loss": "lk_alpha"}),
+}
 TREE = Static(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 PLANS = [chain(4), TREE, Dynamic(nodes=14, depth=4, topk=4)]
+UNROLLED_VARIANTS = [name for name in VARIANTS if issubclass(HEADS[VARIANTS[name][0]], UnrolledHead)]
 UNROLLED = [kind for kind, head in HEADS.items() if issubclass(head, UnrolledHead)]
 
 
 def make_head(kind: str, target: Target, seed: int = 0, **options: object) -> Head:
     torch.manual_seed(seed)
-    config = HEADS[kind].Config(**OPTIONS.get(kind, {}) | options)
+    config = HEADS[kind].Config(**{"draft_vocab_size": 48} | OPTIONS.get(kind, {}) | options)
     head = HEADS[kind](config, target)
     if head.reduced:
         head.set_vocabulary(torch.arange(head.draft_size) * 2)  # every other token, so that the map matters
     head.init_from_target()
     return head
+
+
+@pytest.fixture
+def make_variant(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Head]:
+    """The head of a variant, on a target of its own."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    monkeypatch.setitem(
+        conftest.FAMILIES, SCALED, lambda: LlamaConfig(**BASE, rope_parameters={**scaling, "rope_theta": 1000.0})
+    )
+
+    def make(name: str) -> Head:
+        kind, family, options = VARIANTS[name]
+        return make_head(kind, make_target(family), **options)
+
+    return make
 
 
 def sample(target: Target, length: int = 20, seed: int = 3) -> Sample:
@@ -120,8 +153,16 @@ def test_prompt_and_padding_leave_the_loss_alone(kind: str, target: Target) -> N
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_every_parameter_gets_a_gradient(kind: str, target: Target) -> None:
-    head = make_head(kind, target)
-    step(head, collate([sample(target)], 64))[0].backward()
+    check_gradients(make_head(kind, target))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_of_a_variant_gets_a_gradient(variant: str, make_variant: Callable[[str], Head]) -> None:
+    check_gradients(make_variant(variant))
+
+
+def check_gradients(head: Head) -> None:
+    step(head, collate([sample(head.target)], 64))[0].backward()
     for name, parameter in head.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
@@ -147,6 +188,53 @@ def test_a_fresh_medusa_head_repeats_the_targets_next_token(target: Target) -> N
 @pytest.mark.parametrize("kind", UNROLLED)
 def test_unrolled_steps_equal_real_drafting(kind: str, target: Target) -> None:
     check_unrolled(make_head(kind, target, seed=5), target)
+
+
+@pytest.mark.parametrize("variant", UNROLLED_VARIANTS)
+def test_unrolled_steps_of_a_variant_equal_real_drafting(variant: str, make_variant: Callable[[str], Head]) -> None:
+    head = make_variant(variant)
+    check_unrolled(head, head.target)
+
+
+@pytest.mark.parametrize("kind", UNROLLED)
+@pytest.mark.parametrize("packed", [False, True])
+def test_attention_a_few_rows_at_a_time_changes_nothing(
+    kind: str, packed: bool, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [sample(target, 17), sample(target, 6, seed=4)]
+    batch = collate(texts, 64 if packed else 25)
+    assert batch.ids.shape[0] == (1 if packed else 2)
+    found, kept = [], []
+    five_rows = 5 * 4 * batch.ids.numel()  # of 4 heads
+    for at_once, recompute in ((unrolled._WEIGHTS_AT_ONCE, False), (five_rows, False), (five_rows, True)):
+        monkeypatch.setattr(unrolled, "_WEIGHTS_AT_ONCE", at_once)
+        head = make_head(kind, target)
+        head.recompute = recompute
+        with kept_for_backward() as sizes:
+            loss = step(head, batch)[0]
+        loss.backward()
+        found.append((float(loss.detach()), [parameter.grad for parameter in head.parameters()]))
+        width = batch.ids.shape[1]  # what is kept of the weights has a column for each row, and some for drafts
+        kept.append(sum(shape.numel() for shape in sizes if len(shape) == 4 and width <= shape[-1] <= width + 4))
+    (plain, gradients), *chunked = found
+    for again, others in chunked:
+        assert again == pytest.approx(plain, rel=1e-6)
+        for one, other in zip(gradients, others, strict=True):
+            assert torch.allclose(one, other, rtol=1e-5, atol=1e-5 * float(one.abs().max()))
+    assert max(kept[1:]) < kept[0] / 4  # what is left is the mask, and no longer one for each head and step
+
+
+@contextmanager
+def kept_for_backward() -> Iterator[list[torch.Size]]:
+    """The shapes of all tensors that a forward pass keeps."""
+    shapes: list[torch.Size] = []
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        shapes.append(tensor.shape)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield shapes
 
 
 def check_unrolled(head: Head, target: Target) -> None:
@@ -238,6 +326,16 @@ def test_lossless_in_every_family(kind: str, family: str) -> None:
         )
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_are_lossless(variant: str, make_variant: Callable[[str], Head]) -> None:
+    head = make_variant(variant)
+    prompt = sample(head.target, 1).ids.tolist()
+    expected = generate(head.target, prompt, max_new_tokens=16).tokens
+    for plan in PLANS:
+        found = generate(head.target, prompt, head, speculation=Speculation(plan), max_new_tokens=16)
+        assert found.tokens == expected, str(plan)
+
+
 @pytest.mark.parametrize("kind", HEADS)
 def test_overfit_decodes_at_its_full_depth(kind: str, target: Target) -> None:
     # a random target's own distribution is nearly flat, and its likeliest tokens lie close together
@@ -263,10 +361,43 @@ def test_saved_heads_come_back(kind: str, target: Target, tmp_path: Path) -> Non
     save_head(head, tmp_path / "head", {"note": "x"})
     again = load_head(tmp_path / "head", target, dtype=torch.float32)
     assert str(again.tree) == str(PLANS[2]) and head_target(tmp_path / "head") == target.name
-    for name, tensor in head.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor), name
+    check_same(head, again)
     held = {p.data_ptr() for p in target.model.parameters()}
     assert not held & {t.data_ptr() for t in head.state_dict().values()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_saved_variants_come_back(variant: str, make_variant: Callable[[str], Head], tmp_path: Path) -> None:
+    head = make_variant(variant)
+    save_head(head, tmp_path / "head", {})
+    again = load_head(tmp_path / "head", head.target, dtype=torch.float32)
+    assert again.config == head.config
+    check_same(head, again)
+    batch = collate([sample(head.target)], 64)
+    assert float(step(again, batch)[0]) == float(step(head.eval(), batch)[0].detach())
+
+
+def check_same(head: Head, again: Head) -> None:
+    for name, tensor in head.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_heads_of_before_an_option_keep_their_meaning(kind: str, tmp_path: Path) -> None:
+    """What a file does not name has its default; positions stay without scaling, on a scaled target too."""
+    head = make_head(kind, make_target())
+    save_head(head, tmp_path / "head", {})
+    path = tmp_path / "head" / "config.json"
+    config = json.loads(path.read_text())
+    for option in ("n_layers", "norm_output", "fc_norm", "step_weights", "rope_scaling", "loss"):
+        if config["config"].get(option) == getattr(HEADS[kind].Config(), option, None):
+            config["config"].pop(option, None)
+    path.write_text(json.dumps(config))
+    assert load_head(tmp_path / "head", head.target).config == head.config
+    config["config"]["colour"] = "red"
+    path.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=f"a {kind} head has no option colour"):
+        load_head(tmp_path / "head", head.target)
 
 
 @pytest.mark.parametrize("kind", HEADS)

@@ -61,14 +61,14 @@ def everywhere(text: Sample) -> Batch:
 def watch(head: Hydra, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[Tensor, Tensor]]:
     """What each head read last, and the logits that it made of it."""
     seen: dict[int, tuple[Tensor, Tensor]] = {}
-    real = head.head_logits
+    for k, stack in enumerate(head.heads):
 
-    def spy(inputs: Tensor, k: int, *drop: Any) -> Tensor:
-        logits = real(inputs, k, *drop)
-        seen[k] = inputs.detach(), logits.detach()
-        return logits
+        def spy(inputs: Tensor, drop: Any, k: int = k, real: Any = stack.forward) -> Tensor:
+            state = real(inputs, drop)
+            seen[k] = inputs.detach(), head.output(state, k).detach()
+            return state
 
-    monkeypatch.setattr(head, "head_logits", spy)
+        monkeypatch.setattr(stack, "forward", spy)
     return seen
 
 

@@ -74,6 +74,7 @@ class Head(nn.Module, ABC):
     tree: Plan  # drafted unless another is asked for
     branches = True
     depths: int  # drafts that a training step judges
+    recompute: bool | None = None  # whether training computes decoder steps twice, to keep less; None: it has none
 
     def __init__(self, config: Any, target: Target) -> None:
         super().__init__()

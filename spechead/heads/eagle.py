@@ -5,9 +5,9 @@ of token t+1 and predicts feature t+1, hence token t+2. Embedding and output lay
 the head's file. EAGLE-2 (arXiv 2406.16858) is the same weights with the dynamic tree, the default here. HASS (arXiv
 2408.15766) is a matter of options: `steps` of its own drafting unrolled in training, and `topk_weight`.
 
-The layer is llama's: rotary positions of any base, without scaling; RMS norms; gated MLP; head size and number of
-key/value heads at will; biases on queries, keys and values where the target has them. Tensor names are those that vLLM
-and the EAGLE project load.
+The layer is llama's: rotary positions, scaled as the target's are; RMS norms, but none before the first layer's
+attention; gated MLP; head size and number of key/value heads at will; biases on queries, keys and values where the
+target has them. Tensor names are those that vLLM and the EAGLE project load.
 
 Legend: B batch, T rows, H hidden size, D draft vocabulary, n positions.
 """
@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from spechead.dataset import Batch
 from spechead.errors import UserError
 from spechead.heads.base import Hits, ahead, noise_of
-from spechead.heads.unrolled import DecoderShape, TrueRows, UnrolledHead
-from spechead.layers import Attend, Attention, GatedMLP, RMSNorm
-from spechead.losses import feature_regression, soft_cross_entropy, topk_distillation
+from spechead.heads.judge import Judge, TrueRows
+from spechead.heads.unrolled import DecoderShape, UnrolledHead
+from spechead.layers import Attend
+from spechead.losses import Loss, feature_regression, soft_cross_entropy, topk_distillation
 from spechead.target import Target, TargetOutput
 from spechead.tree import Dynamic
 
-_BIASED = ("q_proj", "k_proj", "v_proj")
 _EMBEDDINGS = 4096  # tokens whose embeddings tell how large all are
 
 
@@ -64,26 +64,6 @@ class EagleConfig(DecoderShape):
     """Keep the gradient of a step from the steps before it, as HASS's code does."""
 
 
-class _Layer(nn.Module):
-    """A decoder layer; the first has no norm before its attention."""
-
-    def __init__(self, c: EagleConfig, first: bool) -> None:
-        super().__init__()
-        size = c.hidden_size
-        self.input_layernorm = nn.Identity() if first else RMSNorm(size, c.rms_norm_eps)
-        self.self_attn = Attention(size, size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.rope_theta)
-        if c.attention_bias:
-            for name in _BIASED:
-                plain: nn.Linear = getattr(self.self_attn, name)
-                setattr(self.self_attn, name, nn.Linear(plain.in_features, plain.out_features))
-        self.post_attention_layernorm = RMSNorm(size, c.rms_norm_eps)
-        self.mlp = GatedMLP(size, c.intermediate_size)
-
-    def forward(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [B, T, H]
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), positions, attend)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
 class Eagle(UnrolledHead):
     """The head: fusion and decoder layer(s), between the target's own embedding and output layer."""
 
@@ -98,7 +78,8 @@ class Eagle(UnrolledHead):
         self.n_layers = config.num_hidden_layers
         self.tree = Dynamic(nodes=60, depth=6, topk=10)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
-        self._decoder = tuple(_Layer(config, first=i == 0) for i in range(self.n_layers))
+        bias = bool(config.attention_bias)
+        self._decoder = tuple(config.decoder_layer(target, first_norm=i > 0, bias=bias) for i in range(self.n_layers))
         # Servers call the decoder layers what is the name of the tapped ones here: registered under that name by hand.
         self._modules["layers"] = nn.ModuleList(self._decoder)
 
@@ -131,25 +112,23 @@ class Eagle(UnrolledHead):
         Features are learned at every supervised row, distributions where the token is in the draft vocabulary.
         """
         c = self.config
+        judge = Judge(self, batch, out, Loss(self._distillation))
         predicts = ahead(batch, 1)[1]  # [B, T]
-        true = out.hidden[predicts]  # [n, H]
-        features = TrueRows(predicts, true)
-        teacher = TrueRows(predicts, self.target.logits(true, self.draft_ids()))
+        features = TrueRows(predicts, out.hidden[predicts])  # of [n, H]
         loss = out.hidden.new_zeros((), dtype=torch.float32)
-        correct = torch.zeros(c.steps, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
         unrolled = self.unroll(batch, self._noisy(self.start(out), batch), c.steps, c.detach_steps)
         for step, hidden in enumerate(unrolled):  # [B, T, H]
-            ids, supervised = ahead(batch, 2 + step)
-            labels, inside = self.to_draft(ids)
-            rows = supervised & inside  # [B, T]
-            logits, aim = self.target_logits(hidden[rows]), teacher.behind(rows, 1 + step)  # both [n, D]
-            learned = c.feature_weight * feature_regression(hidden[supervised], features.behind(supervised, 1 + step))
-            learned = learned + c.logit_weight * soft_cross_entropy(logits, aim)
-            if c.topk_weight:
-                learned = learned + c.topk_weight * topk_distillation(logits, aim, c.topk)
-            loss = loss + c.step_decay**step * learned
-            correct[step][rows] = logits.detach().max(-1).indices == labels[rows]
-        return loss, Hits(correct, ahead(batch, 2)[1])
+            distilled = judge.loss(step, hidden[judge.rows[step]], self.target_logits)
+            supervised = ahead(batch, 2 + step)[1]  # [B, T]
+            regression = feature_regression(hidden[supervised], features.behind(supervised, 1 + step))
+            loss = loss + c.step_decay**step * (c.feature_weight * regression + distilled)
+        return loss, judge.hits
+
+    def _distillation(self, logits: Tensor, _: Tensor, teacher: Tensor) -> Tensor:
+        """What the logits [n, D] of a step are trained on; those of the target are `teacher` [n, D]."""
+        c = self.config
+        loss = c.logit_weight * soft_cross_entropy(logits, teacher)
+        return loss + c.topk_weight * topk_distillation(logits, teacher, c.topk) if c.topk_weight else loss
 
     def _noisy(self, hidden: Tensor, batch: Batch) -> Tensor:
         """In training, features that are off by up to `noise`.

@@ -1,7 +1,9 @@
-"""EAGLE-3 (arXiv 2503.01840): one decoder layer drafts autoregressively from fused features of three target layers.
+"""EAGLE-3 (arXiv 2503.01840): a decoder layer drafts autoregressively from fused features of several target layers.
 
 Row t holds the fused feature of token t beside the embedding of token t+1 and predicts token t+2. Trained by unrolling
-its own drafting ("training-time test"), so that training and drafting see the same inputs.
+its own drafting ("training-time test"), so that training and drafting see the same inputs. The norms of EAGLE-3.1 are
+options. Tensor names are those that vLLM loads; further layers are ordinary decoder layers, `layers.1` and so on, as
+vLLM reads them (SGLang names their first norm otherwise).
 
 Legend: B batch, T rows, K tapped layers, H hidden size, D draft vocabulary, n positions.
 """
@@ -16,10 +18,11 @@ from torch import Tensor, nn
 
 from spechead.dataset import Batch
 from spechead.errors import UserError
-from spechead.heads.base import Hits, ahead
-from spechead.heads.unrolled import DecoderShape, TrueRows, UnrolledHead, take_over
-from spechead.layers import Attend, Attention, GatedMLP, RMSNorm
-from spechead.losses import hard_cross_entropy, soft_cross_entropy
+from spechead.heads.base import Hits
+from spechead.heads.judge import Judge
+from spechead.heads.unrolled import DecoderShape, UnrolledHead, start_near_identity, take_over
+from spechead.layers import Attend, GatedMLP, RMSNorm
+from spechead.losses import loss_named
 from spechead.target import Target, TargetOutput
 
 
@@ -33,38 +36,47 @@ class Eagle3Config(DecoderShape):
     """Unrolled drafting steps in training."""
     step_decay: float = 1.0
     """Step s's loss weighs decay^s."""
+    step_weights: list[float] = field(default_factory=list)
+    """One weight for each step, in place of the decay."""
+    n_layers: int = 1
+    """Decoder layers, one above the other; the first alone reads the embedding."""
     draft_vocab_size: int = 8192
     """Rows of the output layer (the most frequent supervised tokens); 0 is the target's whole vocabulary."""
     loss: str = "soft_ce"
-    """`soft_ce`: against the target's distribution over the draft vocabulary; `hard_ce`: against the text's token."""
+    """`soft_ce`: against the target's distribution over the draft vocabulary; `hard_ce`: against the text's token;
+    `kl`, `tv`; `lk_alpha`, `lk_lambda`: the rate of acceptance itself (arXiv 2602.23881). The last three read the
+    target's whole output layer."""
+    norm_before_residual: bool = False
+    """The hidden state is normed before the residual branches off, not for attention alone."""
+    norm_before_fc: bool = False
+    """A norm over the tapped features side by side, before their fusion."""
+    fc_norm: bool = False
+    """A norm over each of the tapped features, before their fusion (EAGLE-3.1)."""
+    norm_output: bool = False
+    """The next step reads the hidden state behind the final norm, not before it (EAGLE-3.1)."""
 
 
 class _Layer(nn.Module):
-    """The decoder layer: attention over [normed embedding; normed hidden], residual on the hidden state."""
+    """The first decoder layer: attention over [normed embedding; normed hidden], residual on the hidden state."""
 
-    def __init__(self, c: Eagle3Config) -> None:
+    def __init__(self, c: Eagle3Config, target: Target) -> None:
         super().__init__()
+        self.norm_before_residual = c.norm_before_residual
         self.input_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)  # of the embedding
         self.hidden_norm = RMSNorm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn = Attention(
-            2 * c.hidden_size,
-            c.hidden_size,
-            c.num_attention_heads,
-            c.num_key_value_heads,
-            c.head_dim,
-            c.rope_theta,
-        )
+        self.self_attn = c.attention(target, 2 * c.hidden_size)
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size)
 
     def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [B, T, H]
-        x = torch.cat([self.input_layernorm(embedded), self.hidden_norm(hidden)], -1)  # [B, T, 2H]
-        hidden = hidden + self.self_attn(x, positions, attend)
+        normed = self.hidden_norm(hidden)
+        x = torch.cat([self.input_layernorm(embedded), normed], -1)  # [B, T, 2H]
+        hidden = (normed if self.norm_before_residual else hidden) + self.self_attn(x, positions, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3(UnrolledHead):
-    """The head: fusion, one decoder layer, output layer over the draft vocabulary."""
+    """The head: fusion, decoder layer(s), output layer over the draft vocabulary."""
 
     kind = "eagle3"
     Config = Eagle3Config
@@ -74,16 +86,25 @@ class Eagle3(UnrolledHead):
         super().__init__(config, target)
         self.layers = tuple(config.layers)
         self.depths = config.steps
-        self.fc = nn.Linear(len(config.layers) * target.hidden_size, config.hidden_size, bias=False)
-        self.midlayer = _Layer(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.n_layers = config.n_layers
+        taps, size, eps = len(config.layers), target.hidden_size, config.rms_norm_eps
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(taps * size, eps)
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(taps))
+        self.fc = nn.Linear(taps * size, config.hidden_size, bias=False)
+        self.midlayer = _Layer(config, target)
+        self._further = {str(i): config.decoder_layer(target) for i in range(1, config.n_layers)}
+        if self._further:  # servers call them what is the name of the tapped layers here: registered by hand
+            self._modules["layers"] = nn.ModuleDict(self._further)
+        self.norm = RMSNorm(config.hidden_size, eps)
         self.lm_head = nn.Linear(config.hidden_size, self.draft_size, bias=False)
 
     @torch.no_grad()
     def init_from_target(self) -> None:
-        """Output rows, final norm and last decoder layer start as the target's.
+        """Output rows, final norm and first decoder layer start as the target's last ones.
 
-        The fusion passes the highest tap through.
+        The fusion passes the highest tap through, and so, nearly, do further layers.
         """
         target, layer = self.target, self.midlayer
         self.lm_head.weight.copy_(target.output_rows(self.draft_ids())[0])
@@ -100,41 +121,42 @@ class Eagle3(UnrolledHead):
         for ours, theirs in (("hidden_norm", "input_layernorm"), ("post_attention_layernorm",) * 2):
             norm = getattr(target.last_block, theirs, None)
             take_over(layer.get_parameter(f"{ours}.weight"), target.norm_weight(norm))
+        for further in self._further.values():
+            start_near_identity(further, target)
 
     def start(self, out: TargetOutput) -> Tensor:
-        return self.fc(out.features.to(self.dtype))
+        features = out.features.to(self.dtype)  # [B, T, K*H]
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        if self.config.fc_norm:
+            parts = zip(self.fc_norm, features.chunk(len(self.layers), -1), strict=True)
+            features = torch.cat([norm(part) for norm, part in parts], -1)
+        return self.fc(features)
 
     def advance(self, hidden: Tensor, tokens: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
-        return self.midlayer(self.target.embed(tokens).to(hidden.dtype), hidden, positions, attends[0])
+        hidden = self.midlayer(self.target.embed(tokens).to(hidden.dtype), hidden, positions, attends[0])
+        for layer, attend in zip(self._further.values(), attends[1:], strict=True):
+            hidden = layer(hidden, positions, attend)
+        return self.norm(hidden) if self.config.norm_output else hidden
 
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
         """Unrolled drafting: at step s row t reads token t+1+s and predicts token t+2+s.
 
         Its hidden state is the last step's.
         """
+        c = self.config
+        judge = Judge(self, batch, out, loss_named(c.loss))
         loss = out.hidden.new_zeros((), dtype=torch.float32)
-        correct = torch.zeros(self.config.steps, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
-        teacher = self._teacher(batch, out) if self.config.loss == "soft_ce" else None
-        for step, hidden in enumerate(self.unroll(batch, self.start(out), self.config.steps)):  # [B, T, H]
-            ids, supervised = ahead(batch, 2 + step)
-            labels, inside = self.to_draft(ids)
-            rows = supervised & inside  # [B, T]
-            logits = self.lm_head(self.norm(hidden[rows]))  # [n, D]
-            weight = self.config.step_decay**step
-            if teacher is None:
-                loss = loss + weight * hard_cross_entropy(logits, labels[rows])
-            else:
-                loss = loss + weight * soft_cross_entropy(logits, teacher.behind(rows, 1 + step))
-            correct[step][rows] = logits.detach().max(-1).indices == labels[rows]
-        return loss, Hits(correct, ahead(batch, 2)[1])
+        for step, hidden in enumerate(self.unroll(batch, self.start(out), c.steps)):  # [B, T, H]
+            weight = c.step_weights[step] if c.step_weights else c.step_decay**step
+            loss = loss + weight * judge.loss(step, hidden[judge.rows[step]], self._logits)
+        return loss, judge.hits
 
-    def _teacher(self, batch: Batch, out: TargetOutput) -> TrueRows:
-        """The target's logits over the draft vocabulary, at the positions that predict a supervised token."""
-        predicts = ahead(batch, 1)[1]  # [B, T]
-        return TrueRows(predicts, self.target.logits(out.hidden[predicts], self.draft_ids()))
+    def _logits(self, hidden: Tensor) -> Tensor:  # [n, H] -> [n, D]
+        return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
 
     def _log_probabilities(self, hidden: Tensor) -> Tensor:  # [n, H] -> [n, D]
-        return self.lm_head(self.norm(hidden)).float().log_softmax(-1)
+        return self._logits(hidden).float().log_softmax(-1)
 
 
 def _resolve(c: Eagle3Config, target: Target) -> None:
@@ -146,6 +168,13 @@ def _resolve(c: Eagle3Config, target: Target) -> None:
             f"head.options.layers {c.layers}: needs distinct indices from 0 to {layers} "
             f"(the target has {layers} layers)"
         )
-    if c.loss not in ("soft_ce", "hard_ce"):
-        raise UserError(f"head.options.loss {c.loss!r} is not soft_ce or hard_ce")
+    if c.n_layers < 1 or c.steps < 1:
+        raise UserError(f"head.options: n_layers {c.n_layers} and steps {c.steps} must be at least 1")
+    if c.step_weights and len(c.step_weights) != c.steps:
+        raise UserError(f"head.options.step_weights {c.step_weights}: needs one for each of {c.steps} steps")
+    if min(c.step_weights, default=0) < 0:
+        raise UserError(f"head.options.step_weights {c.step_weights}: none may be below 0")
+    if c.norm_before_fc and c.fc_norm:
+        raise UserError("head.options: norm_before_fc and fc_norm are two ways of one thing; choose one")
+    loss_named(c.loss)
     c.fill(target)

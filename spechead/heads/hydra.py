@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,17 +27,15 @@ from spechead.dataset import Batch
 from spechead.drafters.grow import grow
 from spechead.errors import UserError
 from spechead.heads.base import Head, Hits, ahead, noise_of
-from spechead.heads.unrolled import CachedAttention, DecoderShape, TrueRows, UnrolledAttention, take_over
-from spechead.layers import Attend, Attention, GatedMLP, RMSNorm
-from spechead.losses import hard_cross_entropy, soft_cross_entropy
+from spechead.heads.judge import Judge
+from spechead.heads.unrolled import CachedAttention, DecoderShape, UnrolledAttention, start_near_identity
+from spechead.losses import loss_named
 from spechead.sampling import Drawing
 from spechead.target import Target, TargetOutput
 from spechead.tree import Plan, Tree, chain
 
 Drop = Callable[[Tensor], Tensor]
 """Dropout, or what does nothing."""
-
-_PREFIX_SHARE = 0.01  # of what the target's last layer gives: its hidden states are far larger than normed ones
 
 
 @dataclass
@@ -53,7 +52,8 @@ class HydraConfig(DecoderShape):
     """Bring each embedding to a root mean square of 1: in many targets they are far smaller than hidden states, and the
     heads are slow to heed them. The paper does not."""
     loss: str = "hard_ce"
-    """`hard_ce`: against the text's token; `soft_ce`: against the target's distribution over the draft vocabulary."""
+    """`hard_ce`: against the text's token; `soft_ce`: against the target's distribution over the draft vocabulary; or
+    another of losses.LOSSES."""
     dropout: float = 0.0
     """Share of what each block and output layer reads that is zeroed in training."""
     output: str = "own"
@@ -97,34 +97,6 @@ class _Stack(nn.Module):
         return drop(x)
 
 
-class _Prefix(nn.Module):
-    """A decoder layer over final hidden states: a row then knows more of the rows before it (Hydra++)."""
-
-    def __init__(self, c: HydraConfig) -> None:
-        super().__init__()
-        size = c.hidden_size
-        self.input_layernorm = RMSNorm(size, c.rms_norm_eps)
-        self.self_attn = Attention(size, size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.rope_theta)
-        self.post_attention_layernorm = RMSNorm(size, c.rms_norm_eps)
-        self.mlp = GatedMLP(size, c.intermediate_size)
-
-    def forward(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [B, T, H]
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), positions, attend)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-    def init_from(self, target: Target) -> None:
-        """Start near the identity: as the target's last layer where shapes allow, its outputs made small."""
-        weights = dict(target.last_block.named_parameters())
-        for name, parameter in self.named_parameters():
-            if "norm" in name:
-                theirs = target.norm_weight(getattr(target.last_block, name.removesuffix(".weight"), None))
-            else:
-                theirs = weights.get(name)
-            take_over(parameter, theirs)
-        self.self_attn.o_proj.weight.mul_(_PREFIX_SHARE)
-        self.mlp.down_proj.weight.mul_(_PREFIX_SHARE)
-
-
 class Hydra(Head):
     """K residual stacks, each over a state and the tokens behind it, each with an output layer."""
 
@@ -136,7 +108,7 @@ class Hydra(Head):
         super().__init__(config, target)
         self.layers = ()
         size = config.hidden_size
-        self.prefix = _Prefix(config) if config.prefix else None
+        self.prefix = config.decoder_layer(target) if config.prefix else None
         self.heads = nn.ModuleList(_Stack((k + 2) * size, size, config.n_layers) for k in range(config.n_heads))
         self.lm_heads = nn.ModuleList()
         if config.output == "own":
@@ -151,45 +123,32 @@ class Hydra(Head):
         for layer in self.lm_heads.parameters():
             layer.copy_(weight)
         if self.prefix is not None:
-            self.prefix.init_from(self.target)
+            start_near_identity(self.prefix, self.target)
 
-    def head_logits(self, inputs: Tensor, k: int, drop: Drop = lambda x: x) -> Tensor:  # [..., (k+2)*H] -> [..., D]
-        state = self.heads[k](inputs, drop)
-        if self.config.output == "own":
-            return self.lm_heads[k](state)
-        return self.target_logits(state)
+    def head_logits(self, inputs: Tensor, k: int) -> Tensor:  # [..., (k+2)*H] -> [..., D]
+        return self.output(self.heads[k](inputs, lambda x: x), k)
+
+    def output(self, state: Tensor, k: int) -> Tensor:  # [..., H] -> [..., D]
+        return self.lm_heads[k](state) if self.config.output == "own" else self.target_logits(state)
 
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
-        """Σ_k decay^k cross-entropy of head k, which reads the text's own tokens.
+        """Σ_k decay^k loss of head k, which reads the text's own tokens.
 
         It runs over the rows whose token ahead(2 + k) is supervised and in the draft vocabulary.
         """
+        judge = Judge(self, batch, out, loss_named(self.config.loss))
         hidden = out.hidden.to(self.dtype)  # [B, T, H]
         if self.prefix is not None:
             hidden = self.prefix(hidden, batch.positions, UnrolledAttention(batch.document))
         drop = _Dropout(self.config.dropout if self.training else 0.0, batch)
-        teacher = self._teacher(batch, out) if self.config.loss == "soft_ce" else None
         loss = hidden.new_zeros((), dtype=torch.float32)
-        correct = torch.zeros(self.config.n_heads, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
         for k in range(self.config.n_heads):
-            ids, supervised = ahead(batch, 2 + k)
-            labels, inside = self.to_draft(ids)
-            rows = supervised & inside  # [B, T]
+            rows = judge.rows[k]  # [B, T]
             tokens = [ahead(batch, 1 + i)[0][rows] for i in range(k + 1)]  # each [n]
             inputs = torch.cat([hidden[rows], *map(self._embed, tokens)], -1)  # [n, (k+2)*H]
-            logits = self.head_logits(inputs, k, drop)  # [n, D]
-            weight = self.config.decay**k
-            if teacher is None:
-                loss = loss + weight * hard_cross_entropy(logits, labels[rows])
-            else:
-                loss = loss + weight * soft_cross_entropy(logits, teacher.behind(rows, 1 + k))
-            correct[k][rows] = logits.detach().max(-1).indices == labels[rows]
-        return loss, Hits(correct, ahead(batch, 2)[1])
-
-    def _teacher(self, batch: Batch, out: TargetOutput) -> TrueRows:
-        """The target's logits over the draft vocabulary, at the positions that predict a supervised token."""
-        predicts = ahead(batch, 1)[1]  # [B, T]
-        return TrueRows(predicts, self.target.logits(out.hidden[predicts], self.draft_ids()))
+            states = self.heads[k](inputs, drop)  # [n, H]
+            loss = loss + self.config.decay**k * judge.loss(k, states, partial(self.output, k=k))
+        return loss, judge.hits
 
     def new_state(self, prompt: Tensor) -> Rows | None:
         """Keys and values of the prefix layer for the rows of the text so far, made from the target's true states."""
@@ -256,8 +215,7 @@ def _resolve(c: HydraConfig, target: Target) -> None:
     """Fill in what the target decides, and refuse what cannot be built."""
     if c.output not in ("own", "shared"):
         raise UserError(f"head.options.output {c.output!r} is not own or shared")
-    if c.loss not in ("soft_ce", "hard_ce"):
-        raise UserError(f"head.options.loss {c.loss!r} is not soft_ce or hard_ce")
+    loss_named(c.loss)
     if c.n_heads < 1 or c.n_layers < 1:
         raise UserError(f"head.options: n_heads {c.n_heads} and n_layers {c.n_layers} must be at least 1")
     if not 0 <= c.dropout < 1:

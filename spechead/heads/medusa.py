@@ -8,6 +8,7 @@ Legend: B batch, T rows, K heads, H hidden size, D draft vocabulary, n positions
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 from spechead.dataset import Batch
 from spechead.drafters.grow import grow
 from spechead.errors import UserError
-from spechead.heads.base import Head, Hits, ahead
-from spechead.losses import hard_cross_entropy
+from spechead.heads.base import Head, Hits
+from spechead.heads.judge import Judge
+from spechead.losses import LOSSES
 from spechead.sampling import Drawing
 from spechead.target import Target, TargetOutput
 from spechead.tree import Plan, Tree, chain
@@ -82,26 +84,22 @@ class Medusa(Head):
             layer.copy_(weight)
 
     def head_logits(self, hidden: Tensor, k: int) -> Tensor:  # [..., H] -> [..., D]
-        state = self.blocks[k](hidden)
-        if self.config.output == "own":
-            return self.lm_heads[k](state)
-        return self.target_logits(state)
+        return self.output(self.blocks[k](hidden), k)
+
+    def output(self, state: Tensor, k: int) -> Tensor:  # [..., H] -> [..., D]
+        return self.lm_heads[k](state) if self.config.output == "own" else self.target_logits(state)
 
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
         """Σ_k λ^k cross-entropy of head k.
 
         It runs over the rows whose token ahead(2 + k) is supervised and in the draft vocabulary.
         """
+        judge = Judge(self, batch, out, LOSSES["hard_ce"])
         loss = out.hidden.new_zeros((), dtype=torch.float32)
-        correct = torch.zeros(self.config.n_heads, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
         for k in range(self.config.n_heads):
-            ids, supervised = ahead(batch, 2 + k)
-            labels, inside = self.to_draft(ids)
-            rows = supervised & inside  # [B, T]
-            logits = self.head_logits(out.hidden[rows].to(self.dtype), k)  # [n, D]
-            loss = loss + self.config.decay**k * hard_cross_entropy(logits, labels[rows])
-            correct[k][rows] = logits.detach().max(-1).indices == labels[rows]
-        return loss, Hits(correct, ahead(batch, 2)[1])
+            states = self.blocks[k](out.hidden[judge.rows[k]].to(self.dtype))  # [n, H]
+            loss = loss + self.config.decay**k * judge.loss(k, states, partial(self.output, k=k))
+        return loss, judge.hits
 
     def new_state(self, prompt: Tensor) -> None:
         return None

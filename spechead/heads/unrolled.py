@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from spechead.attention import grouped_attention
 from spechead.cache import Rows
@@ -23,12 +27,14 @@ from spechead.dataset import Batch
 from spechead.drafters.grow import grow
 from spechead.errors import UserError
 from spechead.heads.base import Head, ahead
-from spechead.layers import Attend
+from spechead.layers import Attend, Attention, DecoderLayer, GatedMLP, Rotary
 from spechead.sampling import Drawing
 from spechead.target import Target, TargetOutput
 from spechead.tree import Plan, Tree
 
 # ------------------------------------------------------------------------------------------------ who sees whom
+
+_WEIGHTS_AT_ONCE = 1 << 24  # attention weights of a layer and step, over all heads: 64 MB in float32
 
 
 class UnrolledAttention:
@@ -41,6 +47,10 @@ class UnrolledAttention:
 
     These are the keys of a real draft of depth s + 1 started behind row t: committed rows from true features, then the
     chain of its own guesses. Queries and keys of step s are rotated by position + s.
+
+    Steps behind the first weigh keys one by one, since no kernel gives each row keys of its own. Where a layer's
+    weights are many, they are made for a few rows at a time and once more in backward, so that memory grows with T and
+    not with its square.
     """
 
     def __init__(self, document: Tensor) -> None:  # [B, T]
@@ -50,20 +60,42 @@ class UnrolledAttention:
         self._keys: list[Tensor] = []  # each [B, N, T, C]
         self._values: list[Tensor] = []
 
+    def fork(self) -> UnrolledAttention:
+        """The same steps so far, and those to come apart."""
+        other = copy(self)
+        other._keys, other._values = self._keys.copy(), self._values.copy()
+        return other
+
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         self._keys.append(key.repeat_interleave(groups, 1))
         self._values.append(value.repeat_interleave(groups, 1))
         if len(self._keys) == 1:
             return F.scaled_dot_product_attention(query, self._keys[0], self._values[0], attn_mask=~self._blocked)
+        batch, heads, width = query.shape[:3]
+        rows = max(1, _WEIGHTS_AT_ONCE // (batch * heads * width))
+        if rows >= width:
+            return self._weigh(query, 0)
+        parts = query.split(rows, 2)
+        twice = partial(checkpoint, self._weigh, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([twice(part, i * rows, len(self._keys)) for i, part in enumerate(parts)], 2)
+
+    def _weigh(self, query: Tensor, first: int, steps: int | None = None) -> Tensor:
+        """What the rows from `first` on see in this step: query [B, N, t, C] -> [B, N, t, C].
+
+        `steps`: how many steps that is; more may have been stored by the time that backward asks again.
+        """
+        rows = slice(first, first + query.shape[2])
+        seen = slice(0, rows.stop)  # true rows behind are hidden from all of them
         scale = query.shape[-1] ** -0.5
-        true = (query @ self._keys[0].transpose(2, 3) * scale).masked_fill(self._blocked, float("-inf"))
-        own = [(query * k).sum(-1, keepdim=True) * scale for k in self._keys[1:]]  # each [B, N, T, 1]
+        true = query @ self._keys[0][:, :, seen].transpose(2, 3) * scale  # [B, N, t, S]
+        true = true.masked_fill(self._blocked[:, :, rows, seen], float("-inf"))
+        own = [(query * k[:, :, rows]).sum(-1, keepdim=True) * scale for k in self._keys[1:steps]]  # each [B, N, t, 1]
         weights = torch.cat([true, *own], -1).softmax(-1, dtype=torch.float32).to(query.dtype)
-        width = query.shape[2]
-        out = weights[..., :width] @ self._values[0]  # [B, N, T, C]
-        for i, v in enumerate(self._values[1:]):
-            out = out + weights[..., width + i : width + i + 1] * v
+        width = seen.stop
+        out = weights[..., :width] @ self._values[0][:, :, seen]  # [B, N, t, C]
+        for i, v in enumerate(self._values[1:steps]):
+            out = out + weights[..., width + i : width + i + 1] * v[:, :, rows]
         return out
 
 
@@ -102,6 +134,7 @@ class UnrolledHead(Head):
     """
 
     n_layers: int = 1  # decoder layers; each has its own keys and values
+    recompute = False
 
     @abstractmethod
     def start(self, out: TargetOutput) -> Tensor:
@@ -127,8 +160,24 @@ class UnrolledHead(Head):
         attends = [UnrolledAttention(batch.document) for _ in range(self.n_layers)]
         for step in range(steps):
             hidden = hidden.detach() if detach else hidden
-            hidden = self.advance(hidden, ahead(batch, 1 + step)[0], batch.positions + step, attends)
+            move = self._advance_twice if self.recompute else self.advance
+            hidden = move(hidden, ahead(batch, 1 + step)[0], batch.positions + step, attends)
             yield hidden
+
+    def _advance_twice(
+        self, hidden: Tensor, tokens: Tensor, positions: Tensor, attends: list[UnrolledAttention]
+    ) -> Tensor:
+        """`advance`, whose inner activations are not kept: the backward pass computes them again.
+
+        Hidden states, keys and values are kept, since later steps read them.
+        """
+
+        def move(hidden: Tensor, before: list[UnrolledAttention]) -> tuple[Tensor, list[UnrolledAttention]]:
+            after = [attend.fork() for attend in before]  # the second time must find them as the first did
+            return self.advance(hidden, tokens, positions, after), after
+
+        hidden, attends[:] = checkpoint(move, hidden, attends.copy(), use_reentrant=False, preserve_rng_state=False)
+        return hidden
 
     def new_state(self, prompt: Tensor) -> DraftState:
         return DraftState([Rows() for _ in range(self.n_layers)])
@@ -169,19 +218,9 @@ class UnrolledHead(Head):
         return self.advance(hidden, tokens[None], at[None], attends)
 
 
-class TrueRows:
-    """Values of the rows that predict a supervised token, looked up from rows further back."""
-
-    def __init__(self, predicts: Tensor, values: Tensor) -> None:  # bool [B, T]; [n, ...]
-        self._number = predicts.flatten().cumsum(0).view_as(predicts) - 1  # [B, T]
-        self._values = values
-
-    def behind(self, rows: Tensor, n: int) -> Tensor:
-        """[n, ...]: for each chosen row t (bool [B, T]) the value of row t + n."""
-        return self._values[F.pad(self._number, (0, n))[:, n:][rows]]
-
-
 # ------------------------------------------------------------------------------------------------ decoder layers
+
+_SHARE = 0.01  # of what the target's last layer gives: its hidden states are far larger than normed ones
 
 
 @dataclass
@@ -195,6 +234,10 @@ class DecoderShape:
     head_dim: int = 0
     rms_norm_eps: float = 0.0
     rope_theta: float = 0.0
+    """Base of the rotary positions; 0: the target's, and its scaling unless one is given."""
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    """Scaling of the rotary positions as transformers writes it, such as {rope_type: linear, factor: 2}; with a
+    `rope_theta` of its own, empty means none."""
 
     def fill(self, target: Target) -> None:
         """Take from the target what is 0. Raises UserError where its hidden size is not ours."""
@@ -211,10 +254,38 @@ class DecoderShape:
         )
         self.head_dim = self.head_dim or getattr(t, "head_dim", None) or self.hidden_size // self.num_attention_heads
         self.rms_norm_eps = self.rms_norm_eps or getattr(t, "rms_norm_eps", 1e-5)
-        self.rope_theta = self.rope_theta or target.rope_theta
+        if not self.rope_theta:
+            self.rope_theta, self.rope_scaling = target.rope_theta, self.rope_scaling or target.rope_scaling
+
+    def attention(self, target: Target, inputs: int, bias: bool = False) -> Attention:
+        """Over `inputs` features. Raises UserError where the scaling of its positions is unknown or does not fit."""
+        positions = Rotary.plain(self.head_dim, self.rope_theta)
+        if self.rope_scaling:
+            positions = Rotary(*target.rotary_frequencies(self.head_dim, self.rope_theta, self.rope_scaling))
+        heads = self.num_attention_heads, self.num_key_value_heads
+        return Attention(inputs, self.hidden_size, *heads, self.head_dim, positions, bias)
+
+    def decoder_layer(self, target: Target, *, first_norm: bool = True, bias: bool = False) -> DecoderLayer:
+        """An ordinary one of this shape."""
+        attention = self.attention(target, self.hidden_size, bias)
+        mlp = GatedMLP(self.hidden_size, self.intermediate_size)
+        return DecoderLayer(attention, mlp, self.hidden_size, self.rms_norm_eps, first_norm)
 
 
 def take_over(ours: Tensor, theirs: Tensor | None) -> None:
     """Copy a weight where the target has one of that shape."""
     if theirs is not None and theirs.shape == ours.shape:
         ours.copy_(theirs)
+
+
+def start_near_identity(layer: DecoderLayer, target: Target) -> None:
+    """Start as the target's last layer where shapes allow, its outputs made small."""
+    weights = dict(target.last_block.named_parameters())
+    for name, parameter in layer.named_parameters():
+        if "norm" in name:
+            theirs = target.norm_weight(getattr(target.last_block, name.removesuffix(".weight"), None))
+        else:
+            theirs = weights.get(name)
+        take_over(parameter, theirs)
+    layer.self_attn.o_proj.weight.mul_(_SHARE)
+    layer.mlp.down_proj.weight.mul_(_SHARE)
