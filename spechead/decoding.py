@@ -12,7 +12,7 @@ from spechead.drafters.base import Drafter
 from spechead.drafters.draft_model import drafting_dtype
 from spechead.drafters.named import parse_drafter
 from spechead.errors import UserError
-from spechead.formats.native import head_target, head_template_kwargs, load_head
+from spechead.formats.native import head_adapter, head_target, head_template_kwargs, load_head
 from spechead.generate import Speculation
 from spechead.heads import Head
 from spechead.sampling import Sampler
@@ -30,6 +30,8 @@ class ModelOptions:
     """Folder of a trained head."""
     target: str = ""
     """Model that decodes: smollm2-135m, a local folder or a hub id. Empty: the head's own."""
+    adapter: str = ""
+    """Folder or hub id of a peft adapter to merge into the target. Empty: the one that the head's target carries."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -54,7 +56,14 @@ class ModelOptions:
 
     def load_target(self) -> Target:
         name = self.target or head_target(Path(self.head))
-        return Target.load(name, dtype=self.dtype, device=self.device, trust_remote_code=self.trust_remote_code)
+        adapter = self.adapter or (head_adapter(Path(self.head)) if self.head else "")
+        return Target.load(
+            name,
+            adapter=adapter,
+            dtype=self.dtype,
+            device=self.device,
+            trust_remote_code=self.trust_remote_code,
+        )
 
     def load_head(self, target: Target) -> Head:
         dtype = DTYPES[drafting_dtype(self.draft_dtype, target)]

@@ -12,7 +12,8 @@ import os
 import random
 import shutil
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -23,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spechead.ema import AVERAGE, averages, keep_average
 from spechead.errors import UserError
-from spechead.files import make_folder, reason
+from spechead.files import flush, make_folder, reason
 
 _STEP = "step-"
 
@@ -98,17 +100,30 @@ def learning_rate_factor(schedule: str, total: int, warmup_share: float, floor: 
     return factor
 
 
+@dataclass(frozen=True)
+class Group:
+    """Parameters that share a learning rate: `lr` at its peak, times `factor(step)`."""
+
+    parameters: list[nn.Parameter]
+    lr: float
+    factor: Callable[[int], float]
+
+
 class Engine:
-    """One module under DeepSpeed: forward, backward, step, and checkpoints that resume bit-exactly."""
+    """One module under DeepSpeed: forward, backward, step, and checkpoints that resume bit-exactly.
+
+    `groups` hold the module's trainable parameters, in its order. `lr` is the first group's. `ema`: the decay of the
+    average that is kept of the weights, 0 for none.
+    """
 
     def __init__(
         self,
         module: nn.Module,
+        groups: Sequence[Group],
         *,
-        lr: float,
         betas: tuple[float, float],
         weight_decay: float,
-        factor: Callable[[int], float],
+        ema: float,
         clip_norm: float,
         micro_batch: int,
         accumulation: int,
@@ -117,13 +132,15 @@ class Engine:
     ) -> None:
         import deepspeed
 
-        trainable = [p for p in module.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+        parts: list[dict[str, Any]] = [
+            {"params": [p for p in g.parameters if p.requires_grad], "lr": g.lr} for g in groups
+        ]
+        self._masters = torch.optim.AdamW(parts, betas=betas, weight_decay=weight_decay, fused=True)
         self._engine, *_ = deepspeed.initialize(
             model=module,
-            model_parameters=trainable,
-            optimizer=optimizer,
-            lr_scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, factor),
+            model_parameters=[parameter for part in parts for parameter in part["params"]],
+            optimizer=self._masters,
+            lr_scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, [g.factor for g in groups]),
             config={
                 "train_micro_batch_size_per_gpu": micro_batch,
                 "gradient_accumulation_steps": accumulation,
@@ -134,7 +151,9 @@ class Engine:
                 "steps_per_print": 1 << 40,
             },
         )
-        self.module, self.accumulation = module, accumulation
+        if ema:  # only now, since DeepSpeed may take a step that moves nothing
+            keep_average(self._masters, ema)
+        self.module, self.accumulation, self._ema = module, accumulation, ema
         self.lr = self.grad_norm = math.nan  # of the last step
         self._untold_norm = zero_stage == 0 and not bf16  # DeepSpeed clips there without telling the norm
 
@@ -169,16 +188,36 @@ class Engine:
         return int(self._engine.skipped_steps)
 
     def master_weights(self) -> dict[str, Tensor]:
-        """float32 masters of every parameter, and the buffers; collective: every rank must call it."""
+        """float32 masters of every parameter, averaged where an average is kept, and the buffers.
+
+        Collective: every rank must call it.
+        """
         from deepspeed.utils import safe_get_full_fp32_param
 
         state = dict(self.module.named_buffers())
         held = self._stage_0_masters()
-        for name, parameter in self.module.named_parameters():
-            master = held.get(id(parameter))
-            master = safe_get_full_fp32_param(parameter) if master is None else master
-            state[name] = (parameter if master is None else master).detach().float().cpu().clone()
+        with averages(self._masters):
+            for name, parameter in self.module.named_parameters():
+                master = held.get(id(parameter))
+                master = safe_get_full_fp32_param(parameter) if master is None else master
+                state[name] = (parameter if master is None else master).detach().float().cpu().clone()
         return state
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the module computes with the averaged weights, where an average is kept. Collective."""
+        if not self._ema:
+            yield
+            return
+        weights, own = self.master_weights(), {}
+        for name, parameter in self.module.named_parameters():
+            own[name] = parameter.detach().clone()
+            parameter.data.copy_(weights[name])
+        try:
+            yield
+        finally:
+            for name, parameter in self.module.named_parameters():
+                parameter.data.copy_(own[name])
 
     def _stage_0_masters(self) -> dict[int, Tensor]:
         """bf16 without ZeRO keeps its masters in lists beside the parameters, where the accessor does not look."""
@@ -187,8 +226,8 @@ class Engine:
         pairs = [pair for group in zip(low, full, strict=True) for pair in zip(*group, strict=True)]
         return {id(parameter): master for parameter, master in pairs}
 
-    def save(self, folder: Path, step: int, state: dict[str, Any], ranks: Ranks, keep: int) -> None:
-        """Write `folder`/step-N whole or not at all, then forget all but the newest `keep`."""
+    def save(self, folder: Path, step: int, state: dict[str, Any], ranks: Ranks, keep: int, best: int) -> None:
+        """Write `folder`/step-N whole or not at all, then forget all but the newest `keep` and that of step `best`."""
         name, scratch = f"{_STEP}{step:08d}", f".{_STEP}{step:08d}.tmp"
         make_folder(folder)
         client = state | {"rng": torch.get_rng_state(), "python_rng": random.getstate()}
@@ -200,6 +239,7 @@ class Engine:
                 save_latest=False,
                 exclude_frozen_parameters=True,
             )
+            flush(folder / scratch)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             shutil.rmtree(folder / scratch, ignore_errors=True)
             why = reason(error) if isinstance(error, OSError) else str(error).splitlines()[0]
@@ -209,12 +249,16 @@ class Engine:
             shutil.rmtree(folder / name, ignore_errors=True)
             (folder / scratch).rename(folder / name)
             for old in checkpoints(folder)[:-keep]:
-                shutil.rmtree(old)
+                if step_of(old) != best:
+                    shutil.rmtree(old)
         ranks.barrier()
 
     def load(self, folder: Path, step: int) -> dict[str, Any]:
         """Weights, optimizer, schedule and random state of `folder`/step-N; returns the state that `save` was given."""
-        _, client = self._engine.load_checkpoint(str(folder), tag=f"{_STEP}{step:08d}")
+        name = f"{_STEP}{step:08d}"
+        if not (folder / name).is_dir():
+            raise UserError(f"no checkpoint {folder / name}: it was removed while the run still needed it")
+        _, client = self._engine.load_checkpoint(str(folder), tag=name)
         torch.set_rng_state(client["rng"])
         random.setstate(client["python_rng"])
         return client
@@ -242,9 +286,10 @@ def saved_masters(checkpoint: Path) -> dict[str, Tensor]:
     if model["ds_config"]["zero_optimization"]["stage"]:
         masters = _joined(_shards(checkpoint, model["dp_world_size"]))
     elif model["ds_config"]["bf16"]["enabled"]:  # lists without names, in the order of the parameters
-        masters = dict(zip(trained, chain(*model["optimizer"]["fp32_groups"]), strict=True))
+        optimizer = model["optimizer"]["optimizer_state_dict"]
+        masters = dict(zip(trained, _averaged(optimizer, chain(*model["optimizer"]["fp32_groups"])), strict=True))
     else:
-        masters = state
+        masters = dict(zip(trained, _averaged(model["optimizer"], [state[name] for name in trained]), strict=True))
     return state | {name: masters[name].view(state[name].shape) for name in trained}
 
 
@@ -270,11 +315,17 @@ def _joined(shards: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
     """Flat masters by name. Each rank holds a run of each group's masters laid end to end, cut anywhere."""
     pieces: dict[str, list[Tensor]] = {}
     for shard in shards:
-        groups = zip(shard["single_partition_of_fp32_groups"], shard["param_slice_mappings"], strict=True)
-        for flat, places in groups:
+        flats = _averaged(shard["base_optimizer_state"], shard["single_partition_of_fp32_groups"])
+        for flat, places in zip(flats, shard["param_slice_mappings"], strict=True):
             for name, place in places.items():
                 pieces.setdefault(name, []).append(flat[place.start : place.start + place.numel])
     return {name: torch.cat(parts) for name, parts in pieces.items()}
+
+
+def _averaged(optimizer: dict[str, Any], masters: Iterable[Tensor]) -> list[Tensor]:
+    """Of each master its average, where the optimizer's saved state holds one."""
+    states = optimizer["state"]  # by number, in the order of the masters
+    return [states.get(number, {}).get(AVERAGE, master) for number, master in enumerate(masters)]
 
 
 def _read(path: Path, records: Sequence[type] = ()) -> dict[str, Any]:

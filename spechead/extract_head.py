@@ -17,7 +17,7 @@ from spechead.files import read_json
 from spechead.formats.native import save_head
 from spechead.recipe import Recipe, check_head
 from spechead.target import Target
-from spechead.train import CHECKPOINTS, STARTED, bare_head, head_meta, head_weights
+from spechead.train import CHECKPOINTS, STARTED, bare_head, head_meta, head_weights, save_adapter
 
 
 @dataclass
@@ -45,7 +45,8 @@ def extract_head(options: ExtractOptions) -> Path:
     step = step_of(checkpoint)
     out = Path(options.out) if options.out else run / f"head-step-{step}"
     with Console(stderr=True).status("loading the target and the checkpoint"):
-        weights = head_weights(saved_masters(checkpoint))
+        masters = saved_masters(checkpoint)
+        weights = head_weights(masters)
         target = load_target(recipe, options.trust_remote_code)
     if target.fingerprint != fingerprint:
         raise UserError(f"target {target.name!r} has other weights now than when {run} began: a head fits one alone")
@@ -54,6 +55,8 @@ def extract_head(options: ExtractOptions) -> Path:
         head.load_state_dict(weights)
     except RuntimeError as error:
         raise UserError(f"{checkpoint} and {run / STARTED} do not fit: {' '.join(str(error).split())}") from error
+    if recipe.adapter.peft:
+        save_adapter(target.adapt(recipe.adapter.peft), masters, target, out)
     save_head(head, out, head_meta(recipe, step), weights)
     print(f"head of step {step}: {out}\nmeasure it:      spechead eval --head {out}")
     return out
@@ -91,4 +94,11 @@ def choose(folder: Path, step: int) -> Path:
 def load_target(recipe: Recipe, trust_remote_code: bool) -> Target:
     """On the CPU: the accelerator may be busy with the run, and only the target's shape and fingerprint matter."""
     dtype = "float32" if recipe.target.dtype == "auto" else recipe.target.dtype
-    return Target.load(recipe.target.name, dtype=dtype, device="cpu", trust_remote_code=trust_remote_code, pack=False)
+    return Target.load(
+        recipe.target.name,
+        adapter=recipe.target.adapter,
+        dtype=dtype,
+        device="cpu",
+        trust_remote_code=trust_remote_code,
+        pack=False,
+    )

@@ -57,6 +57,13 @@ def write_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def flush(path: Path) -> None:
+    """Return when the disk holds what was written to a file, or to all files in a folder; raises OSError."""
+    for file in [path] if path.is_file() else [inside for inside in path.rglob("*") if inside.is_file()]:
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON; NaN and infinity are refused, since JSON has no word for them."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")

@@ -125,7 +125,7 @@ def _prefill(target: Target, texts: Sequence[Text], drafter: Drafter | None, cac
         text.begin(rows, logits, drafter)
 
 
-def _inputs(target: Target, trees: Sequence[Tree], texts: Sequence[Text]) -> dict[str, Tensor]:
+def _inputs(target: Target, trees: Sequence[Tree], texts: Sequence[Text]) -> dict[str, Any]:
     """What the target is given to run one tree of each text; smaller trees are padded with nodes that nobody sees."""
     width = max(map(len, trees))
     if width == 1:

@@ -22,6 +22,8 @@ class TargetConfig:
 
     name: str = "smollm2-135m"
     """The embedded smollm2-135m, a local folder, or a hub id."""
+    adapter: str = ""
+    """Folder or hub id of a peft adapter that it carries, merged into its weights."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of its weights; auto: bfloat16 where the head trains in bf16, else float32."""
     device: str = "auto"
@@ -65,6 +67,30 @@ class HeadRecipe:
     dynamic:nodes=31,depth=5,topk=4; empty: the head's own default."""
     init_from_target: bool = True
     """Start output rows, final norm and layer from the target's where shapes allow."""
+    init_from: str = ""
+    """Folder of a head of the same kind and shape to start from, of this target or of one of the same shape."""
+    init_vocabulary: Literal["keep", "extend", "remap"] = "keep"
+    """The draft vocabulary with init_from: keep, the same tokens; extend, more besides; remap, counted anew. New tokens
+    start as without init_from."""
+
+
+@dataclass
+class AdapterConfig:
+    """Training the target along with the head (Medusa-2): a peft adapter on it, saved beside the head."""
+
+    peft: dict[str, Any] = field(default_factory=dict)
+    """Fields of a peft config, such as {r: 32, lora_alpha: 16, target_modules: all-linear}; peft_type is LORA unless
+    named. Empty: the target stays as it is."""
+    start_share: float = 0.5
+    """Share of the steps that train the head alone, before both are trained."""
+    lr: float = 5e-4
+    """Peak learning rate of the adapter; the head's is optim.lr."""
+    loss: Literal["distill", "text"] = "distill"
+    """What keeps the target good: distill, its own distribution without the adapter; text, the training answers."""
+    head_weight: float = 0.2
+    """λ: what the head's loss weighs beside the target's."""
+    head_schedule: Literal["constant", "linear", "sine"] = "constant"
+    """How λ comes in over the steps that train both."""
 
 
 @dataclass
@@ -85,6 +111,9 @@ class OptimConfig:
     """Where the schedule ends, as a share of the peak."""
     clip_norm: float = 1.0
     """Largest norm of the gradient; 0 leaves it alone."""
+    ema: float = 0.0
+    """Decay of the running average of the weights, such as 0.999; it is what is validated and what the head gets.
+    0: no average."""
     batch_size: int = 1
     """Samples per optimizer step, over all processes and accumulation."""
     micro_batch_size: int = 1
@@ -93,6 +122,8 @@ class OptimConfig:
     """Passes over the data."""
     steps: int = 0
     """Optimizer steps; 0 takes as many as the epochs need."""
+    patience: int = 0
+    """Stop after this many validations in a row without a better acceptance length; 0 never does."""
 
     def accumulation(self, world: int) -> int:
         """Micro steps that make one optimizer step on each of `world` processes."""
@@ -120,6 +151,9 @@ class EngineConfig:
     feature_memory_gb: float = 0.0
     """Memory of each process for the target's outputs, so that later epochs skip its forward; helps when a
     micro batch is one sample (about 5 KB a token for SmolLM2 in bf16)."""
+    gradient_checkpointing: bool = False
+    """Compute the head's decoder steps again for the gradient rather than keep their activations: less memory, more
+    time, the same weights."""
     threads: int = 0
     """CPU threads of each process; 0 leaves torch's choice."""
 
@@ -135,7 +169,10 @@ class LogConfig:
     checkpoint_every: int = 100
     """Steps between checkpoints to resume from."""
     keep: int = 2
-    """Newest checkpoints kept."""
+    """Newest checkpoints kept, beside that of the best validation."""
+    best: bool = True
+    """The finished head is that of the best validation (acceptance length), where any samples are held out; false: of
+    the last step."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Also log to Weights & Biases."""
     project: str = "spechead"
@@ -152,6 +189,8 @@ class Recipe:
     """The conversations to train on."""
     head: HeadRecipe = field(default_factory=HeadRecipe)
     """The head to train."""
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    """Training the target along with the head."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer and its schedule."""
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -225,11 +264,15 @@ RULES: list[tuple[str, Callable[[Any], bool], list[str]]] = [
     (
         "0 or more",
         lambda v: 0 <= v < math.inf,
-        ["data.limit", "optim.weight_decay", "optim.clip_norm", "optim.steps"]
+        ["data.limit", "optim.weight_decay", "optim.clip_norm", "optim.steps", "optim.patience"]
         + ["engine.threads", "engine.feature_memory_gb", "log.validate_every", "seed"],
     ),
-    ("above 0", lambda v: 0 < v < math.inf, ["optim.lr", "optim.epochs"]),
-    ("from 0 to below 1", lambda v: 0 <= v < 1, ["data.validation_share", "optim.warmup_share"]),
+    ("above 0", lambda v: 0 < v < math.inf, ["optim.lr", "optim.epochs", "adapter.lr", "adapter.head_weight"]),
+    (
+        "from 0 to below 1",
+        lambda v: 0 <= v < 1,
+        ["data.validation_share", "optim.warmup_share", "optim.ema", "adapter.start_share"],
+    ),
     ("two numbers from 0 to below 1", lambda v: all(0 <= beta < 1 for beta in v), ["optim.betas"]),
     ("from 0 to 1", lambda v: 0 <= v <= 1, ["optim.min_lr_share"]),
     ("the name of at least one source", bool, ["data.train"]),
@@ -245,17 +288,34 @@ def check(recipe: Recipe) -> None:
                 raise UserError(f"option {name}: must be {what}, got {value}")
     if recipe.optim.batch_size % recipe.optim.micro_batch_size:
         recipe.optim.accumulation(1)
-    check_head(recipe.head)
+    if recipe.adapter.peft and recipe.target.adapter:
+        raise UserError(
+            f"option adapter.peft: the target carries target.adapter {recipe.target.adapter!r} already; "
+            "merge that into the target first (peft's merge_and_unload), or leave one of them out"
+        )
+    if recipe.optim.patience and not (recipe.data.validation_share and recipe.log.validate_every):
+        raise UserError(
+            f"option optim.patience: {recipe.optim.patience} counts validations, and there are none before the end: "
+            "set data.validation_share and log.validate_every"
+        )
+    check_head(recipe.head, recipe.engine.gradient_checkpointing)
 
 
-def check_head(head: HeadRecipe) -> None:
-    """Refuse a kind, an option or a tree that no head knows. The heads are imported here, not above, so
-    that --help stays quick."""
+def check_head(head: HeadRecipe, gradient_checkpointing: bool = False) -> None:
+    """Refuse a kind, an option or a tree that no head knows, and a way of training that this one does not.
+
+    The heads are imported here, not above, so that --help stays quick.
+    """
     from spechead.heads import HEADS
     from spechead.tree import parse_plan
 
     if head.kind not in HEADS:
         raise UserError(f"option head.kind: no head {head.kind} (known: {', '.join(HEADS)})")
+    if gradient_checkpointing and HEADS[head.kind].recompute is None:
+        raise UserError(
+            f"option engine.gradient_checkpointing: a {head.kind} head has no decoder steps to compute again; "
+            "a smaller optim.micro_batch_size or data.max_length saves memory"
+        )
     head.options = options.convert(HEADS[head.kind].Config, head.options, "head.options.")
     if head.tree:
         parse_plan(head.tree)

@@ -41,6 +41,8 @@ class SynthesizeOptions:
     """Conversations to write."""
     target: str = "smollm2-135m"
     """Embedded target, local folder or hub id that writes prompts and answers."""
+    adapter: str = ""
+    """Folder or hub id of a peft adapter to merge into the target."""
     seed: int = 0
     """Same seed, options and machine: same file."""
     kinds: str = ""
@@ -342,6 +344,7 @@ def round_file(partial: Path, number: int) -> Path:
 def load_target(options: SynthesizeOptions, dtype: str) -> Target:
     target = Target.load(
         options.target,
+        adapter=options.adapter,
         dtype=dtype,
         device=options.device,
         trust_remote_code=options.trust_remote_code,

@@ -24,8 +24,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import logging as transformers_logging
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spechead import attention, embedded
+from spechead.adapter import Adapter, merge
 from spechead.cache import KVCache
 from spechead.errors import UserError
 from spechead.packed import can_pack, pack_linears
@@ -57,10 +59,10 @@ class Target:
     and the last index is the state after the final norm.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str) -> None:
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, adapter: str = "") -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
-        self.name = name
+        self.base, self.adapter = name, adapter
         self.config = model.config.get_text_config()
         embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
         self.device: torch.device = embedding.device
@@ -89,12 +91,17 @@ class Target:
         cls,
         name: str,
         *,
+        adapter: str = "",
         dtype: str = "float32",
         device: str = "auto",
         trust_remote_code: bool = False,
         pack: bool = True,
     ) -> Target:
-        """Load `smollm2-135m` (embedded), a local folder or a hub id. `pack`: for decoding on a CPU, see packed.py."""
+        """Load `smollm2-135m` (embedded), a local folder or a hub id.
+
+        `adapter`: a peft adapter (folder or hub id) to merge into its weights. `pack`: for decoding on a CPU, see
+        packed.py.
+        """
         transformers_logging.disable_progress_bar()
         chosen = choose_device(device)
         if dtype not in DTYPES:
@@ -104,15 +111,22 @@ class Target:
                 _source(name), dtype="auto", trust_remote_code=trust_remote_code
             )
         digest = _fingerprint(model)  # of the weights as they are stored
+        if adapter:
+            digest = _merge(model, adapter, digest)
         for parameter in model.parameters():  # buffers, such as rotary frequencies, keep their precision
             parameter.data = parameter.data.to(chosen, DTYPES[dtype])
         model.to(chosen)
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
-        target = cls(model, tokenizer, name)
+        target = cls(model, tokenizer, name, adapter)
         target.fingerprint = digest
         if pack:
             target.pack()
         return target
+
+    @property
+    def name(self) -> str:
+        """What to call it: its own name, and that of the adapter it carries."""
+        return f"{self.base} with {self.adapter}" if self.adapter else self.base
 
     def pack(self) -> None:
         """Reorder the weights for fast decoding on a CPU; after it the layers' own weights cannot be read."""
@@ -127,7 +141,6 @@ class Target:
         """Which weights these are; the same in whatever dtype `load` was asked for them."""
         return _fingerprint(self.model)
 
-    @torch.no_grad()
     def forward(
         self,
         ids: Tensor,  # [B, T]
@@ -136,10 +149,11 @@ class Target:
         cache: KVCache | None = None,
         positions: Tensor | None = None,  # [B, T]; default: after the cache, one by one
         visible: Tensor | None = None,  # bool [B, T, T]: which of the new tokens each may see; default: causal
+        gradient: bool = False,
     ) -> TargetOutput:
         """Run new tokens behind those of the cache, all of which they see.
 
-        Where there is a sliding window, they see those inside it.
+        Where there is a sliding window, they see those inside it. `gradient`: for the training of an adapter.
         """
         past, lengths = (cache.length, cache.lengths) if cache is not None else (0, None)
         if positions is None:
@@ -147,7 +161,7 @@ class Target:
             positions = (torch.arange(ids.shape[1], device=ids.device) + first).expand(ids.shape)  # [B, T]
         arguments = {self.cache_keyword: cache, "use_cache": cache is not None}
         taps = _Taps(self._blocks, layers)
-        with taps:
+        with torch.set_grad_enabled(gradient), taps:
             out = self.decoder(
                 input_ids=ids,
                 position_ids=positions,
@@ -183,6 +197,10 @@ class Target:
         """The input embeddings of ids, exactly as the target forms them (scaled where it scales): [..., H]."""
         return self.model.get_input_embeddings()(ids)
 
+    def adapt(self, options: dict[str, Any]) -> Adapter:
+        """Put a new adapter into the model, to be trained; see `Adapter`. The model must not be packed."""
+        return Adapter(self.model, options, self.base)
+
     def subset(self, layers: Sequence[int]) -> Target:
         """A target of these decoder layers alone (from 0, ascending), between the same embeddings and output layer.
 
@@ -212,9 +230,43 @@ class Target:
     @property
     def rope_theta(self) -> float:
         """The base of the target's rotary positions (of its full-attention layers, where there are two kinds)."""
+        return float(self._rope.get("rope_theta") or getattr(self.config, "rope_theta", None) or 10000.0)
+
+    @property
+    def rope_scaling(self) -> dict[str, Any]:
+        """How the target scales its rotary positions, in transformers' words; empty where it does not.
+
+        Factors of single dimensions (longrope) of a target that rotates only some are left out: they fit no others.
+        """
+        kind = self._rope.get("rope_type", "default")
+        partial = self._rope.get("partial_rotary_factor", 1.0) != 1.0
+        if kind in ("default", "proportional") or (kind == "longrope" and partial):
+            return {}
+        return {k: v for k, v in self._rope.items() if k not in ("rope_theta", "partial_rotary_factor", "type")}
+
+    def rotary_frequencies(self, size: int, theta: float, scaling: dict[str, Any]) -> tuple[Tensor, float]:
+        """Inverse frequencies [size/2], float32, and the factor on cosine and sine, of a scaling of base `theta`.
+
+        For texts within the original length: what dynamic scalings and longrope do beyond it is not followed. Raises
+        UserError where transformers knows no such scaling, or it does not fit heads of `size`.
+        """
+        config = copy.deepcopy(self.config)
+        config.head_dim = size
+        config.rope_parameters = {**scaling, "rope_theta": theta, "partial_rotary_factor": 1.0}
+        try:
+            frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise UserError(
+                f"head.options.rope_scaling {scaling} does not fit heads of size {size} ({type(error).__name__}: "
+                f"{error}); give head.options.rope_theta for positions without scaling"
+            ) from error
+        return frequencies.float(), float(factor)
+
+    @property
+    def _rope(self) -> dict[str, Any]:
+        """What the config says of rotary positions (of full-attention layers, where there are two kinds)."""
         rope = getattr(self.config, "rope_parameters", None) or {}
-        rope = rope.get("full_attention", rope)
-        return float(rope.get("rope_theta") or getattr(self.config, "rope_theta", None) or 10000.0)
+        return dict(rope.get("full_attention", rope))
 
     @property
     def last_block(self) -> nn.Module:
@@ -355,6 +407,17 @@ class _Taps:
             self._kept[layer] = output[0] if isinstance(output, tuple) else output
 
         return keep
+
+
+def _merge(model: PreTrainedModel, adapter: str, digest: str) -> str:
+    """Merge an adapter in float32, whatever the model is stored in; the fingerprint of the sum."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    try:
+        return merge(model, adapter, digest)
+    except Exception as error:  # whatever peft and safetensors make of files that are not theirs
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"adapter {adapter!r} cannot be loaded into this target: {first}") from error
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:

@@ -7,19 +7,21 @@ Legend: B rows, T tokens, K depths.
 
 from __future__ import annotations
 
+import math
 import platform
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spechead import __version__, metrics
+from spechead.adapter import FOLDER, Adapter
 from spechead.dataset import (
     Batch,
     Sample,
@@ -31,7 +33,7 @@ from spechead.dataset import (
     split_validation,
     written_by,
 )
-from spechead.engine import Engine, Ranks, checkpoints, learning_rate_factor, start, step_of
+from spechead.engine import Engine, Group, Ranks, checkpoints, learning_rate_factor, start, step_of
 from spechead.errors import UserError
 from spechead.features import FeatureMemory
 from spechead.files import make_folder, read_json, write_json
@@ -39,36 +41,17 @@ from spechead.formats.native import save_head
 from spechead.heads import HEADS, Head
 from spechead.heads.base import Hits
 from spechead.log import NoLog, Progress, RunLog, plot_curve
+from spechead.module import JointModule, TrainingModule
 from spechead.recipe import Recipe
-from spechead.target import Target, TargetOutput, choose_device, native_bfloat16
+from spechead.standing import Standing
+from spechead.target import Target, choose_device, native_bfloat16
 from spechead.templates import template_warning, written_with
 from spechead.tree import parse_plan
+from spechead.warm_start import EarlierHead
 
 STARTED, FINISHED, CHECKPOINTS = "recipe.json", "run.json", "checkpoints"
 # what may change when a run is carried on
-FREE_OPTIONS = ("log.", "out", "engine.threads", "engine.feature_memory_gb")
-
-
-class TrainingModule(nn.Module):
-    """What the engine wraps: the target's forward without gradient, then the head's training step."""
-
-    def __init__(self, head: Head, memory: FeatureMemory) -> None:
-        super().__init__()
-        self.head, self.memory = head, memory
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Hits]:
-        out = self.memory.recall(tuple(batch.rows), lambda: self.target_output(batch))
-        return self.head.training_step(batch, out)
-
-    def target_output(self, batch: Batch) -> TargetOutput:
-        single = bool((batch.document == 0).all())  # one document a row, no padding: plain causal
-        visible = None if single else batch.document[:, :, None] == batch.document[:, None, :]
-        return self.head.target.forward(
-            batch.ids,
-            layers=self.head.layers,
-            positions=batch.positions,
-            visible=None if visible is None else visible.tril(),
-        )
+FREE_OPTIONS = ("log.", "out", "engine.threads", "engine.feature_memory_gb", "engine.gradient_checkpointing")
 
 
 @dataclass
@@ -79,6 +62,7 @@ class Run:
     ranks: Ranks
     out: Path
     head: Head
+    adapter: Adapter | None
     engine: Engine
     training: list[Sample]
     validation: list[Sample]
@@ -99,14 +83,11 @@ def train(recipe: Recipe, memory: FeatureMemory | None = None) -> Path:
         return out / "head"
     memory = memory or FeatureMemory(recipe.engine.feature_memory_gb)
     run = set_up(recipe, start(choose_device(recipe.target.device)), memory)
-    fit(run)
-    return finish(run)
+    return finish(run, fit(run))
 
 
 def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
     """Seeds, target, data, head and engine."""
-    torch.manual_seed(recipe.seed)
-    random.seed(recipe.seed)
     if recipe.engine.threads:
         torch.set_num_threads(recipe.engine.threads)
     out = Path(recipe.out)
@@ -115,68 +96,108 @@ def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
     device = choose_device(recipe.target.device)
     bf16 = _bf16(recipe.engine.precision, device)
     target = _load_target(recipe, bf16)
+    torch.manual_seed(recipe.seed)  # behind the loading, which may draw numbers
+    random.seed(recipe.seed)
     training, validation, dropped = load_data(recipe, target, ranks)
     claim(recipe, out, ranks, {"target": target.fingerprint, "samples": len(training)})
     head = make_head(recipe, target, training)
-    target.pack()
+    adapter = target.adapt(recipe.adapter.peft) if recipe.adapter.peft else None
+    if adapter is None:
+        target.pack()
     total = recipe.optim.total_steps(len(training))
     optim = recipe.optim
     engine = Engine(
-        TrainingModule(head, memory),
-        lr=optim.lr,
+        TrainingModule(head, memory) if adapter is None else JointModule(head, memory, adapter, recipe.adapter),
+        groups(recipe, total, head, adapter),
         betas=optim.betas,
         weight_decay=optim.weight_decay,
-        factor=learning_rate_factor(optim.schedule, total, optim.warmup_share, optim.min_lr_share),
+        ema=optim.ema,
         clip_norm=optim.clip_norm,
         micro_batch=optim.micro_batch_size,
         accumulation=accumulation,
         zero_stage=recipe.engine.zero_stage,
         bf16=bf16,
     )
-    return Run(recipe, ranks, out, head, engine, training, validation, dropped, total, device)
+    return Run(recipe, ranks, out, head, adapter, engine, training, validation, dropped, total, device)
 
 
-def fit(run: Run) -> None:
-    """The loop: plan the step's samples, forward and backward in micro steps, step, log, checkpoint, validate."""
-    recipe, engine, ranks = run.recipe, run.engine, run.ranks
-    done, tokens_seen = resume(run)
-    log = open_log(run, done > 0)
-    window = Window(run.head.depths)
-    with Progress("train", run.total, "step", done=done, quiet=not ranks.first) as progress:
-        for step in range(done + 1, run.total + 1):
-            began = time.monotonic()
-            batches = micro_batches(run, step)
-            supervised = int(ranks.sum(torch.tensor(sum(int(b.supervised.sum()) for b in batches))))
-            for batch in batches:
-                loss, hits = engine(batch)
-                _refuse_not_finite(loss, step, batch, run.head)
-                engine.backward(loss / supervised)
-                engine.step()
-                window.add(loss, hits, batch)
-            _refuse_skipped(engine, step)
-            tokens_seen += supervised
-            window.took(time.monotonic() - began)
+def groups(recipe: Recipe, total: int, head: Head, adapter: Adapter | None) -> list[Group]:
+    """Head and adapter with their learning rates; the adapter's is 0 while the head is trained alone."""
+    optim = recipe.optim
+
+    def factor(steps: int) -> Callable[[int], float]:
+        return learning_rate_factor(optim.schedule, steps, optim.warmup_share, optim.min_lr_share)
+
+    found = [Group(list(head.parameters()), optim.lr, factor(total))]
+    if adapter is not None:
+        alone = steps_alone(recipe, total)
+        later = factor(total - alone)
+        rate = Group(adapter.parameters, recipe.adapter.lr, lambda step: later(step - alone) if step >= alone else 0.0)
+        found.append(rate)
+    return found
+
+
+def steps_alone(recipe: Recipe, total: int) -> int:
+    """Steps that train the head alone, before an adapter is trained with it; 0 without one."""
+    return math.ceil(recipe.adapter.start_share * total) if recipe.adapter.peft else 0
+
+
+def fit(run: Run) -> Standing:
+    """The loop: train a step, then validate, log and checkpoint where that is due.
+
+    It ends after the last step, or when validations bring nothing better. A checkpoint is written after each validation
+    that is the best so far, too: the head may be made of it.
+    """
+    engine, ranks, every, patience = run.engine, run.ranks, run.recipe.log, run.recipe.optim.patience
+    now = resume(run)
+    log = open_log(run, now.step > 0)
+    window = Window(run.head)
+    with Progress("train", run.total, "step", done=now.step, quiet=not ranks.first) as progress:
+        while now.step < run.total and not now.over(patience):
+            train_step(run, now, window)
             progress.advance(note=window.note)
-            if step % recipe.log.every == 0 or step == run.total:
+            validated = {}
+            if run.validation and _due(now.step, every.validate_every, run.total):
+                validated = validate(run)
+                if now.step > steps_alone(run.recipe, run.total):  # before, it is another target's head
+                    now.validations.append((now.step, validated["acceptance_length"]))
+            last = now.step == run.total or now.over(patience)
+            if last or now.step % every.every == 0:
                 values = window.values(ranks)
-                log.record(step, values | {"lr": engine.lr, "grad_norm": engine.grad_norm, "tokens": tokens_seen})
-            if _due(step, recipe.log.checkpoint_every, run.total):
-                kept = {"step": step, "tokens": tokens_seen}
-                engine.save(run.out / CHECKPOINTS, step, kept, ranks, recipe.log.keep)
-            if run.validation and _due(step, recipe.log.validate_every, run.total):
-                log.record(step, {f"validation/{k}": v for k, v in validate(run).items()})
+                log.record(now.step, values | {"lr": engine.lr, "grad_norm": engine.grad_norm, "tokens": now.tokens})
+            if validated:
+                log.record(now.step, {f"validation/{name}": value for name, value in validated.items()})
+            if last or now.best == now.step or now.step % every.checkpoint_every == 0:
+                engine.save(run.out / CHECKPOINTS, now.step, asdict(now), ranks, every.keep, now.best)
     log.close()
+    return now
 
 
-def resume(run: Run) -> tuple[int, int]:
-    """Steps and supervised tokens already done: those of the newest checkpoint that the first rank sees."""
+def train_step(run: Run, now: Standing, window: Window) -> None:
+    """One optimizer step: plan its samples, take them forward and backward in micro steps, move the weights."""
+    began, step = time.monotonic(), now.step + 1
+    batches = micro_batches(run, step)
+    supervised = int(run.ranks.sum(torch.tensor(sum(int(b.supervised.sum()) for b in batches))))
+    for batch in batches:
+        loss, hits = run.engine(batch, now.step / run.total)
+        _refuse_not_finite(loss, step, batch, run.head)
+        run.engine.backward(loss / supervised)
+        run.engine.step()
+        window.add(loss, hits, batch)
+    _refuse_skipped(run.engine, step)
+    now.step, now.tokens = step, now.tokens + supervised
+    window.took(time.monotonic() - began)
+
+
+def resume(run: Run) -> Standing:
+    """Take up the newest checkpoint that the first rank sees, if there is any."""
     found = checkpoints(run.out / CHECKPOINTS)
     newest = step_of(found[-1]) if found and run.ranks.first else 0
     step = int(run.ranks.sum(torch.tensor(newest)))  # the others add 0
     if step == 0:
-        return 0, 0
+        return Standing()
     state = run.engine.load(run.out / CHECKPOINTS, step)
-    return state["step"], state["tokens"]
+    return Standing(state["step"], state["tokens"], state["validations"])
 
 
 def claim(recipe: Recipe, out: Path, ranks: Ranks, facts: dict[str, Any]) -> None:
@@ -211,18 +232,19 @@ def micro_batches(run: Run, step: int) -> list[Batch]:
 class Window:
     """Sums over the steps since the last log line."""
 
-    def __init__(self, depths: int) -> None:
-        self._depths = depths
+    def __init__(self, head: Head) -> None:
+        self._head = head
         self._clear()
 
     def _clear(self) -> None:
         self._loss, self._supervised, self._tokens, self._seconds = 0.0, 0, 0, 0.0
-        self._correct = torch.zeros(self._depths, dtype=torch.long)  # [K]
-        self._rows = self._passes = self._committed = 0
+        self._correct = torch.zeros(self._head.depths, dtype=torch.long)  # [K]
+        self._rows = self._passes = self._committed = self._outside = 0
 
     def add(self, loss: Tensor, hits: Hits, batch: Batch) -> None:
         self._loss += float(loss.detach())
         self._supervised += int(batch.supervised.sum())
+        self._outside += int((batch.supervised & ~self._head.to_draft(batch.ids)[1]).sum())
         self._tokens += int((batch.document >= 0).sum())
         self._correct += (hits.correct & hits.valid).sum((1, 2)).cpu()
         self._rows += int(hits.valid.sum())
@@ -241,11 +263,15 @@ class Window:
         return f"loss {loss:.2f}, {self._committed / max(1, self._passes):.2f} tokens/pass"
 
     def values(self, ranks: Ranks) -> dict[str, float]:
-        """Loss per supervised token, accuracy by depth, the acceptance length they imply, and the rate; then anew."""
-        counts = [self._supervised, self._tokens, self._rows, self._passes, self._committed]
+        """Loss per supervised token, accuracy by depth, the acceptance length they imply, and the rate; then anew.
+
+        Beside them the share of supervised tokens that are outside the draft vocabulary: no draft can be right there.
+        """
+        counts = [self._supervised, self._outside, self._tokens, self._rows, self._passes, self._committed]
         sums = torch.tensor([self._loss, *counts, *self._correct.tolist()], dtype=torch.float64)
-        loss, supervised, tokens, rows, passes, committed, *depths = ranks.sum(sums).tolist()
+        loss, supervised, outside, tokens, rows, passes, committed, *depths = ranks.sum(sums).tolist()
         found = {"loss": loss / max(1, supervised), "acceptance_length": committed / max(1, passes)}
+        found["outside_vocabulary"] = outside / max(1, supervised)
         found |= {f"accuracy@{k + 1}": hit / max(1, rows) for k, hit in enumerate(depths)}
         if self._seconds:
             found["tokens_per_s"] = tokens / self._seconds
@@ -255,27 +281,33 @@ class Window:
 
 @torch.no_grad()
 def validate(run: Run) -> dict[str, float]:
-    """The window's numbers over the held-out samples."""
+    """The window's numbers over the held-out samples, with the averaged weights where the recipe keeps them."""
     run.engine.train(False)
-    window = Window(run.head.depths)
-    for sample in run.validation[run.ranks.rank :: run.ranks.world]:
-        batch = collate([sample], run.recipe.data.max_length).to(run.device)
-        loss, hits = run.engine.module(batch)
-        window.add(loss, hits, batch)
+    window = Window(run.head)
+    with run.engine.averaged():
+        for sample in run.validation[run.ranks.rank :: run.ranks.world]:
+            batch = collate([sample], run.recipe.data.max_length).to(run.device)
+            loss, hits = run.engine.module(batch)
+            window.add(loss, hits, batch)
     run.engine.train(True)
     return window.values(run.ranks)
 
 
-def finish(run: Run) -> Path:
+def finish(run: Run, now: Standing) -> Path:
     """Write the head, the curve, and what the head came from."""
-    weights = head_weights(run.engine.master_weights())
+    step = settle(run, now)
+    masters = run.engine.master_weights()
+    weights = head_weights(masters)
     folder = run.out / "head"
     if run.ranks.first:
         recipe = run.recipe
-        save_head(run.head, folder, head_meta(recipe, run.total), weights)
+        if run.adapter is not None:
+            save_adapter(run.adapter, masters, run.head.target, folder)
+        save_head(run.head, folder, head_meta(recipe, step), weights)
         plot_curve(run.out)
         provenance = {
             "recipe": recipe.to_dict(),
+            "steps": {"trained": now.step, "head": step},
             "samples": {"training": len(run.training), "validation": len(run.validation), "dropped": run.dropped},
             "versions": {name: version(name) for name in ("torch", "transformers", "deepspeed")},
             "machine": f"{platform.machine()}, {platform.system()}, {torch.get_num_threads()} threads",
@@ -285,9 +317,29 @@ def finish(run: Run) -> Path:
     return folder
 
 
+def settle(run: Run, now: Standing) -> int:
+    """Go back to the weights that validated best, unless they are the last or not asked for; the step they are of."""
+    if run.ranks.first and now.step < run.total:
+        print(f"stopped after step {now.step}: {run.recipe.optim.patience} validations brought nothing better")
+    if not run.recipe.log.best or now.best in (0, now.step):
+        return now.step
+    run.engine.load(run.out / CHECKPOINTS, now.best)
+    if run.ranks.first:
+        length = dict(now.validations)[now.best]
+        print(f"the head is that of step {now.best}, which validated best: {length:.2f} tokens per pass")
+    return now.best
+
+
 def head_weights(masters: dict[str, Tensor]) -> dict[str, Tensor]:
     """The head's tensors by its own names, out of those of `TrainingModule`."""
-    return {name.removeprefix("head."): tensor for name, tensor in masters.items()}
+    return {name.removeprefix("head."): tensor for name, tensor in masters.items() if name.startswith("head.")}
+
+
+def save_adapter(adapter: Adapter, masters: dict[str, Tensor], target: Target, folder: Path) -> None:
+    """Write the adapter beside the head in `folder`, and make `target` the one that the head is for from now on."""
+    adapter.load([tensor for name, tensor in masters.items() if name.startswith("adapter_parameters.")])
+    adapter.save(folder / FOLDER)
+    target.fingerprint = adapter.fingerprint(target.fingerprint)
 
 
 def head_meta(recipe: Recipe, steps: int) -> dict[str, Any]:
@@ -328,13 +380,19 @@ def bare_head(recipe: Recipe, target: Target) -> Head:
 
 
 def make_head(recipe: Recipe, target: Target, training: Sequence[Sample]) -> Head:
-    """A new head for the target, its draft vocabulary counted from the training answers."""
+    """A new head for the target: its draft vocabulary, and the weights that it starts from."""
     head = bare_head(recipe, target)
+    earlier = EarlierHead(Path(recipe.head.init_from), head) if recipe.head.init_from else None
+    kept = None if earlier is None else earlier.kept_ids(recipe.head.init_vocabulary)
     if head.reduced:
-        head.set_vocabulary(draft_vocabulary(training, head.draft_size, target.vocab_size))
+        head.set_vocabulary(draft_vocabulary(training, head.draft_size, target.vocab_size, kept))
     head.to(target.device)
+    if recipe.engine.gradient_checkpointing:
+        head.recompute = True
     if recipe.head.init_from_target:
         head.init_from_target()
+    if earlier is not None:
+        earlier.hand_over()
     return head
 
 
@@ -344,6 +402,7 @@ def _load_target(recipe: Recipe, bf16: bool) -> Target:
         dtype = "bfloat16" if bf16 else "float32"
     return Target.load(
         recipe.target.name,
+        adapter=recipe.target.adapter,
         dtype=dtype,
         device=recipe.target.device,
         trust_remote_code=recipe.target.trust_remote_code,
@@ -378,7 +437,7 @@ def _refuse_skipped(engine: Engine, step: int) -> None:
 
 def _refuse_other(mine: dict[str, Any], earlier: dict[str, Any], out: Path) -> None:
     """A run is carried on only as it began, but for `FREE_OPTIONS`."""
-    now, before = _flat(mine), _flat(earlier)
+    now, before = _flat(mine), _flat(Recipe().to_dict()) | _flat(earlier)  # options that it did not know were unset
     free = FREE_OPTIONS if "facts" in mine else (*FREE_OPTIONS, "facts.")  # a finished run needs no second look at them
     for name in sorted(now.keys() | before.keys()):
         if now.get(name) != before.get(name) and not name.startswith(free):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training import flags, kill_after_a_checkpoint, launch, recipe, write_tiny
+from training import files, flags, kill_after_a_checkpoint, launch, recipe, write_tiny
 
 from spechead.engine import checkpoints, step_of
 from spechead.errors import UserError
@@ -29,12 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of eight steps with checkpoints after the sixth and the last. Not to be changed."""
     out = tmp_path_factory.mktemp("run")
-    train(recipe(folder, out))
+    train(recipe(folder, out, **{"data.validation_share": 0}))
     return out
-
-
-def files(head: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in head.iterdir()}
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -42,7 +38,8 @@ def files(head: Path) -> dict[str, bytes]:
 def test_the_last_checkpoint_gives_the_runs_own_head(
     kind: str, zero: int, precision: str, folder: Path, tmp_path: Path
 ) -> None:
-    changes = {"engine.zero_stage": zero, "engine.precision": precision, "head.tree": "chain:2"}
+    changes = {"optim.ema": 0.9 if kind == "eagle3" else 0, "log.best": "false"}
+    changes |= {"engine.zero_stage": zero, "engine.precision": precision, "head.tree": "chain:2"}
     changes |= {"target.template_kwargs": "{thinking: false}", "optim.lr": 1e-4}  # bf16 would round such steps away
     train(recipe(folder, tmp_path / "run", kind, **changes))
     out = extract_head(ExtractOptions(str(tmp_path / "run")))
@@ -54,7 +51,7 @@ def test_a_killed_run_gives_a_head_without_its_data(folder: Path, tmp_path: Path
     data = tmp_path / "data.jsonl"
     shutil.copy(folder / "data.jsonl", data)
     out = tmp_path / "killed"
-    changes = {"data.train": data, "optim.steps": 500, "log.checkpoint_every": 2}
+    changes = {"data.train": data, "optim.steps": 500, "log.checkpoint_every": 2, "data.validation_share": 0}
     kill_after_a_checkpoint(flags(folder, out, **changes), out)
     assert not (out / "head").exists()
     data.unlink()
@@ -72,7 +69,8 @@ def test_a_killed_run_gives_a_head_without_its_data(folder: Path, tmp_path: Path
 
 def test_two_processes_gathered_by_one(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    process = launch(flags(folder, run, **{"engine.zero_stage": 2, "engine.precision": "bf16"}), 2)
+    changes = {"engine.zero_stage": 2, "engine.precision": "bf16", "optim.ema": 0.5, "data.validation_share": 0}
+    process = launch(flags(folder, run, **changes), 2)
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     assert len(list((run / "checkpoints" / "step-00000008").glob("*optim_states.pt"))) == 2
@@ -82,6 +80,14 @@ def test_two_processes_gathered_by_one(folder: Path, tmp_path: Path) -> None:
     next((run / "checkpoints" / "step-00000006").glob("*rank_1*")).unlink()
     with pytest.raises(UserError, match=r"step-00000006 lacks what rank\(s\) 1 of 2 wrote"):
         extract_head(ExtractOptions(str(run), step=6))
+
+
+def test_the_best_checkpoint_is_there_and_gives_the_runs_own_head(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(recipe(folder, run, **{"optim.lr": 0.03, "log.validate_every": 1, "log.keep": 1, "optim.ema": 0.5}))
+    best = json.loads((run / "run.json").read_text())["steps"]["head"]
+    assert best < 8, "the last step is the best: this proves nothing"
+    assert files(extract_head(ExtractOptions(str(run), step=best))) == files(run / "head")
 
 
 def test_a_step_and_a_folder_can_be_chosen(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,12 +16,13 @@ MODULES = {".".join(p.relative_to(PACKAGE).with_suffix("").parts): p for p in PA
 # When a library renames an argument, these are the files that change.
 EDGES = {
     "transformers": {"target", "embedded", "cache", "attention"},
-    "peft": {"target"},
-    "gguf": {"embedded"},
+    "peft": {"adapter"},
+    "gguf": {"embedded", "formats.gguf_file"},
     "datasets": {"dataset"},
     "deepspeed": {"engine"},
+    "huggingface_hub": {"push"},
     "wandb": {"log"},
-    "safetensors": {"formats.native"},
+    "safetensors": {"formats.native", "formats.folder"},
     "matplotlib": {"log", "plots"},
     "jsonargparse": {"options"},
     "yaml": {"options"},
@@ -30,7 +31,7 @@ EDGES = {
 # but the command line.
 LOWEST = {"__init__", "errors", "files", "tree", "verify", "sampling", "cache", "layers", "losses", "metrics"}
 LOWEST |= {"chance", "attention", "packed", "stream", "options"}
-MIDDLE = {"text", "target", "embedded", "chat", "dataset", "generate", "log"}
+MIDDLE = {"text", "adapter", "target", "embedded", "chat", "dataset", "generate", "log"}
 MIDDLE |= {name for name in MODULES if name.partition(".")[0] in ("heads", "drafters", "formats")}
 
 

@@ -1,6 +1,8 @@
 """Progress lines, the JSONL log with resume, the wandb edge, the curve."""
 
 import json
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -128,6 +130,29 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").mkdir()
     with pytest.raises(UserError, match="cannot write the log"):
         RunLog(tmp_path)
+
+
+OFFLINE = """
+import sys
+from pathlib import Path
+from spechead.log import RunLog
+for resume in (False, True):
+    run = RunLog(Path(sys.argv[1]), "offline", "p", {"optim": {"betas": [0.9, 0.95]}}, resume)
+    run.record(1 + resume, {"loss": 2.0, "validation/loss": float("nan")})
+    run.close()
+"""
+
+
+def test_the_real_wandb_writes_an_offline_run_and_carries_it_on(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE, str(tmp_path)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    run_id = (tmp_path / "wandb_id.txt").read_text().strip()
+    written = sorted((tmp_path / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb"))
+    assert written and all(b"validation/loss" in path.read_bytes() for path in written)
+    assert [row["step"] for row in read_log(tmp_path)] == [1, 2]
 
 
 class FakeRun:

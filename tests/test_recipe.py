@@ -29,6 +29,8 @@ def test_the_recipes_that_should_ship() -> None:
         "eagle3-smollm2-long",
         "eagle3-llama-3.1-8b",
         "medusa-qwen3-8b",
+        "medusa2-smollm2",
+        "medusa2-vicuna-7b",
     }
     assert set(SHIPPED) == wanted
 
@@ -39,7 +41,7 @@ def test_a_shipped_recipe_loads_by_name_and_by_path(name: str) -> None:
     assert recipe == load_recipe(str(files.shipped(f"recipes/{name}.yaml"))) == load_recipe(f"recipes/{name}.yaml")
     assert recipe.out == f"runs/{name}"
     method = name.partition("-")[0]
-    assert recipe.head.kind == {"hass": "eagle"}.get(method, method)
+    assert recipe.head.kind == {"hass": "eagle", "medusa2": "medusa"}.get(method, method)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -113,6 +115,14 @@ def test_sources_find_what_ships() -> None:
         ("--data.validation_share 1.0", "option data.validation_share: must be from 0 to below 1"),
         ("--engine.zero_stage 4", "option engine.zero_stage: expected one of"),
         ("--log.wandb on", "option log.wandb: expected one of disabled, offline, online, got on"),
+        ("--optim.ema 1", "option optim.ema: must be from 0 to below 1, got 1.0"),
+        ("--optim.patience=-1", "option optim.patience: must be 0 or more, got -1"),
+        ("--optim.patience 3 --data.validation_share 0", "optim.patience: 3 counts validations, and there are none"),
+        ("--optim.patience 3 --log.validate_every 0", "optim.patience: 3 .* set data.validation_share and log.valid"),
+        (
+            "--head.kind medusa --engine.gradient_checkpointing true",
+            "engine.gradient_checkpointing: a medusa head has no decoder steps",
+        ),
         ("--log.keep 0", "option log.keep: must be at least 1"),
         ("--head.kind eagle9", r"option head.kind: no head eagle9 \(known: .*eagle3.*\)"),
         ("--head.options.stepps 3", r"unknown option head.options.stepps \(known: .*steps.*\)"),

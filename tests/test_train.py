@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import make_target
 from training import flags, kill_after_a_checkpoint, launch, recipe, weights, write_tiny
 
-from spechead.engine import checkpoints, learning_rate_factor
+from spechead.dataset import Sample, collate
+from spechead.engine import checkpoints, learning_rate_factor, start, step_of
 from spechead.errors import UserError
 from spechead.formats.native import load_head
 from spechead.heads import HEADS
+from spechead.heads.base import Hits
 from spechead.log import read_log
 from spechead.target import Target
-from spechead.train import train
+from spechead.train import Window, train
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +55,18 @@ def test_loss_falls_and_the_log_tells_it(folder: Path, tmp_path: Path) -> None:
     assert [row["step"] for row in rows] == list(range(1, 31))
     assert rows[-1]["loss"] < 0.85 * rows[0]["loss"]
     assert rows[-1]["validation/acceptance_length"] >= rows[3]["validation/acceptance_length"] >= 1.0
-    assert {"accuracy@1", "accuracy@2", "lr", "grad_norm", "tokens"} <= rows[0].keys()
+    logged = {"accuracy@1", "accuracy@2", "outside_vocabulary", "tokens_per_s", "lr", "grad_norm", "tokens"}
+    assert logged <= rows[0].keys() and "validation/outside_vocabulary" in rows[3]
     assert (out / "training_curve.png").stat().st_size > 1000
-    assert len(checkpoints(out / "checkpoints")) == 2
+    best = max((row for row in rows if "validation/loss" in row), key=lambda row: row["validation/acceptance_length"])
+    kept = {step_of(path) for path in checkpoints(out / "checkpoints")}
+    assert kept == {27, 30, best["step"]}  # the newest two and the best
     assert (out / "run.json").is_file()
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_two_processes_equal_one(zero: int, folder: Path, tmp_path: Path) -> None:
-    changes = {"engine.zero_stage": zero}
+    changes = {"engine.zero_stage": zero, "optim.ema": 0.5}
     train(recipe(folder, tmp_path / "one", **changes))
     process = launch(flags(folder, tmp_path / "two", **changes), 2)
     output, _ = process.communicate(timeout=240)
@@ -68,6 +75,7 @@ def test_two_processes_equal_one(zero: int, folder: Path, tmp_path: Path) -> Non
     for a, b in zip(one, two, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
         assert a["tokens"] == b["tokens"]
+        assert a.get("validation/loss", 0) == pytest.approx(b.get("validation/loss", 0), rel=1e-5)
     for name, tensor in weights(tmp_path / "one").items():
         assert torch.allclose(tensor.float(), weights(tmp_path / "two")[name].float(), atol=1e-5), name
 
@@ -98,14 +106,53 @@ def test_accumulation_does_not_change_the_curve(folder: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_killed_run_resumes_bit_exactly(kind: str, folder: Path, tmp_path: Path) -> None:
-    train(recipe(folder, tmp_path / "straight", kind))
+    changes = {"optim.ema": 0.9}
+    train(recipe(folder, tmp_path / "straight", kind, **changes))
     out = tmp_path / "killed"
-    kill_after_a_checkpoint(flags(folder, out, kind), out)
+    kill_after_a_checkpoint(flags(folder, out, kind, **changes), out)
     (out / "run.json").unlink(missing_ok=True)  # where the kill came after the end
-    train(recipe(folder, out, kind))
+    train(recipe(folder, out, kind, **changes))
     for name, tensor in weights(tmp_path / "straight").items():
         assert torch.equal(tensor, weights(out)[name]), name
     assert [row["step"] for row in read_log(out)] == list(range(1, 9))
+
+
+def test_gradient_checkpointing_does_not_change_the_weights(folder: Path, tmp_path: Path) -> None:
+    changes = {"engine.precision": "bf16", "engine.zero_stage": 2, "optim.steps": 3}
+    for name, twice in (("kept", "false"), ("computed_twice", "true")):
+        train(recipe(folder, tmp_path / name, **changes | {"engine.gradient_checkpointing": twice}))
+    for name, tensor in weights(tmp_path / "kept").items():
+        assert torch.equal(tensor, weights(tmp_path / "computed_twice")[name]), name
+
+
+def test_the_share_of_tokens_outside_the_draft_vocabulary_by_hand() -> None:
+    target = make_target("llama")
+    head = HEADS["medusa"](HEADS["medusa"].Config(draft_vocab_size=8, n_heads=1), target)
+    head.set_vocabulary(torch.arange(8))
+    ids, supervised = torch.tensor([9, 5, 8, 7, 30]), torch.tensor([False, True, True, True, True])
+    batch = collate([Sample(ids, supervised, 0)], 512)
+    window = Window(head)
+    window.add(torch.tensor(1.0), Hits(torch.zeros(1, 1, 5, dtype=torch.bool), batch.supervised), batch)
+    assert window.values(start(torch.device("cpu")))["outside_vocabulary"] == 0.5  # of 5, 8, 7, 30
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    train(recipe(folder, tmp_path / "run", **{"optim.steps": 1, "engine.zero_stage": 1}))
+    written = [path.name for path in (tmp_path / "run" / "checkpoints" / "step-00000001").iterdir()]
+    assert len(written) == 2
+    parts = [name.rpartition("/") for name in flushed]
+    assert {name for folder, _, name in parts if folder.endswith("/.step-00000001.tmp")} == set(written)
+    assert any(name.startswith(".model.safetensors") for _, __, name in parts)
 
 
 def test_a_finished_run_is_not_repeated_and_another_recipe_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def flags(folder: Path, out: Path, kind: str = "eagle3", **changes: Any) -> list
         "data.train": folder / "data.jsonl",
         "data.validation_share": 0.2,
         "head.kind": kind,
-        **{f"head.options.{name}": value for name, value in SMALL[kind].items()},
+        **{f"head.options.{name}": value for name, value in SMALL.get(kind, {"draft_vocab_size": 64}).items()},
         "optim.batch_size": 4,
         "optim.micro_batch_size": 2,
         "optim.steps": 8,
@@ -107,6 +107,11 @@ def _port() -> str:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
+
+
+def files(head: Path) -> dict[str, bytes]:
+    """What the files of a head hold, by name."""
+    return {path.name: path.read_bytes() for path in head.iterdir()}
 
 
 def weights(out: Path) -> dict[str, Tensor]:

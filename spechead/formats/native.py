@@ -15,13 +15,14 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from spechead.adapter import FOLDER as ADAPTER
 from spechead.drafters.draft_model import drafting_dtype
 from spechead.errors import UserError
-from spechead.files import make_folder, read_json, reason, write_json
+from spechead.files import flush, make_folder, read_json, reason, write_json
 from spechead.heads import HEADS, Head
 from spechead.packed import pack_linears
 from spechead.target import DTYPES, Target
-from spechead.tree import parse_plan
+from spechead.tree import Plan, parse_plan
 
 WEIGHTS, CONFIG, FORMAT = "model.safetensors", "config.json", 1
 
@@ -36,6 +37,7 @@ def save_head(head: Head, folder: Path, meta: dict[str, Any], weights: dict[str,
     scratch = folder / f".{WEIGHTS}.{secrets.token_hex(4)}.tmp"
     try:
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, scratch)
+        flush(scratch)
         (folder / CONFIG).unlink(missing_ok=True)  # an old one must not outlive its weights
         os.replace(scratch, folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
@@ -43,9 +45,14 @@ def save_head(head: Head, folder: Path, meta: dict[str, Any], weights: dict[str,
         raise UserError(f"cannot write {folder / WEIGHTS}: {why}") from error
     finally:
         scratch.unlink(missing_ok=True)
-    target = {"name": head.target.name, "fingerprint": head.target.fingerprint}
+    target = {"name": head.target.base, "adapter": head.target.adapter, "fingerprint": head.target.fingerprint}
     config = {"format": FORMAT, "kind": head.kind, "tree": str(head.tree), "target": target}
     write_json(folder / CONFIG, config | {"config": asdict(head.config), "meta": meta})
+
+
+def save_tree(folder: Path, tree: Plan) -> None:
+    """Give the head in `folder` another default tree; its weights are not touched."""
+    write_json(folder / CONFIG, _read_config(folder) | {"tree": str(tree)})
 
 
 def load_head(folder: Path, target: Target, *, force: bool = False, dtype: torch.dtype | None = None) -> Head:
@@ -60,10 +67,7 @@ def load_head(folder: Path, target: Target, *, force: bool = False, dtype: torch
             "differ. Use that target, or --force to try it all the same"
         )
     kind = HEADS[config["kind"]]
-    known = {field.name for field in fields(kind.Config)}
-    if set(config["config"]) != known:
-        raise UserError(f"{folder / CONFIG}: the {kind.kind} head's options differ from {', '.join(sorted(known))}")
-    head = kind(kind.Config(**config["config"]), target)
+    head = kind(_head_config(folder, config), target)
     _load_strictly(head, folder / WEIGHTS)
     head.tree = parse_plan(config["tree"])
     head.to(device=target.device, dtype=dtype or DTYPES[drafting_dtype("auto", target)]).eval().requires_grad_(False)
@@ -72,9 +76,21 @@ def load_head(folder: Path, target: Target, *, force: bool = False, dtype: torch
     return head
 
 
+def read_head(folder: Path) -> tuple[str, Any, dict[str, torch.Tensor]]:
+    """Kind, configuration and tensors of the head in `folder`, whoever its target is."""
+    config = _read_config(folder)
+    return config["kind"], _head_config(folder, config), _read_tensors(folder / WEIGHTS)
+
+
 def head_target(folder: Path) -> str:
     """The name of the target that the head was trained for."""
     return str(_read_config(folder)["target"]["name"])
+
+
+def head_adapter(folder: Path) -> str:
+    """The adapter that the head's target carries: the one trained with it, else the one it was given; "" for none."""
+    beside = folder / ADAPTER
+    return str(beside) if beside.is_dir() else str(_read_config(folder)["target"].get("adapter", ""))
 
 
 def head_template_kwargs(folder: Path) -> dict[str, Any]:
@@ -98,11 +114,28 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _load_strictly(head: Head, path: Path) -> None:
+def _head_config(folder: Path, config: dict[str, Any]) -> Any:
+    """The head's options; one that is not in the file did not exist when it was written, and has its default."""
+    kind = HEADS[config["kind"]]
+    known = {field.name for field in fields(kind.Config)}
+    unknown = set(config["config"]) - known
+    if unknown:
+        raise UserError(
+            f"{folder / CONFIG}: a {kind.kind} head has no option {', '.join(sorted(unknown))} in this version "
+            f"(known: {', '.join(sorted(known))})"
+        )
+    return kind.Config(**config["config"])
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
-        state = load_file(path)
+        return load_file(path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
+
+
+def _load_strictly(head: Head, path: Path) -> None:
+    state = _read_tensors(path)
     ours = head.state_dict()
     missing, unexpected = sorted(ours.keys() - state.keys()), sorted(state.keys() - ours.keys())
     if missing or unexpected:

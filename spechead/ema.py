@@ -1,0 +1,57 @@
+"""A running average of the weights (EMA), kept in the optimizer's state beside the moments.
+
+So whatever shards, saves and loads the moments does the same to the averages, and each process averages what it holds.
+Averaged are the float32 masters, which know more than weights rounded to bf16. Knows nothing of DeepSpeed or files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+AVERAGE, COUNT = "average", "averaged"  # names in the optimizer's state: the average, and of how many steps it is
+
+
+def keep_average(optimizer: Optimizer, decay: float) -> None:
+    """From now on, average every parameter of the optimizer after each step.
+
+    After n steps the average is Σ_i decay^(n-i) w_i / Σ_i decay^(n-i), i from 1 to n: as with Adam's moments (arXiv
+    1412.6980, section 3) the start has no more weight than it should. Steps at a learning rate of 0 do not count: an
+    adapter waits through many.
+    """
+
+    @torch.no_grad()
+    def update(optimizer: Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for master in group["params"]:
+                state = optimizer.state[master]
+                if not group["lr"] or not state:  # no gradient yet: the optimizer must be first to fill its state
+                    continue
+                average = state.setdefault(AVERAGE, torch.zeros_like(master))
+                state[COUNT] = count = state.get(COUNT, 0) + 1
+                average.lerp_(master, (1 - decay) / (1 - decay**count))
+
+    optimizer.register_step_post_hook(update)
+
+
+@contextmanager
+def averages(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, parameters and their averages have changed places; where no average is kept, nothing has."""
+    _exchange(optimizer)
+    try:
+        yield
+    finally:
+        _exchange(optimizer)
+
+
+@torch.no_grad()
+def _exchange(optimizer: Optimizer) -> None:
+    for master, state in optimizer.state.items():
+        if AVERAGE in state:
+            held = master.clone()
+            master.copy_(state[AVERAGE])
+            state[AVERAGE].copy_(held)

@@ -1,0 +1,106 @@
+"""What the engine wraps: the target's forward, then the head's training step, and the loss of training both jointly.
+
+Knows nothing of optimizers, ranks or files.
+
+Legend: B rows, T tokens, H hidden size, V vocabulary, n supervised positions.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from spechead.adapter import Adapter
+from spechead.dataset import Batch
+from spechead.features import FeatureMemory
+from spechead.heads import Head
+from spechead.heads.base import Hits, ahead
+from spechead.heads.judge import LOGITS_AT_ONCE
+from spechead.losses import hard_cross_entropy, soft_cross_entropy
+from spechead.recipe import AdapterConfig
+from spechead.target import TargetOutput
+
+
+class TrainingModule(nn.Module):
+    """The target's forward without gradient, then the head's training step."""
+
+    def __init__(self, head: Head, memory: FeatureMemory) -> None:
+        super().__init__()
+        self.head, self.memory = head, memory
+
+    def forward(self, batch: Batch, done: float = 1.0) -> tuple[Tensor, Hits]:
+        """The loss summed over supervised positions, when the share `done` of the run's steps is behind."""
+        return self.head.training_step(batch, self.remembered(batch))
+
+    def remembered(self, batch: Batch) -> TargetOutput:
+        """What the frozen target says of the batch, computed once while memory lasts."""
+        return self.memory.recall(tuple(batch.rows), lambda: self.target_output(batch))
+
+    def target_output(self, batch: Batch, gradient: bool = False) -> TargetOutput:
+        single = bool((batch.document == 0).all())  # one document a row, no padding: plain causal
+        visible = None if single else batch.document[:, :, None] == batch.document[:, None, :]
+        return self.head.target.forward(
+            batch.ids,
+            layers=self.head.layers,
+            positions=batch.positions,
+            visible=None if visible is None else visible.tril(),
+            gradient=gradient,
+        )
+
+
+class JointModule(TrainingModule):
+    """Head and adapter trained together (Medusa-2, arXiv 2401.10774, section 2.2.2), behind a stage of the head alone.
+
+    The loss of the second stage is L_target + λ L_head. L_target keeps the target what it was: the divergence from the
+    target without the adapter ("self-distillation", section 2.3.2), or cross-entropy with the text.
+    """
+
+    def __init__(self, head: Head, memory: FeatureMemory, adapter: Adapter, config: AdapterConfig) -> None:
+        super().__init__(head, memory)
+        self.adapter, self.config = adapter, config
+        self.adapter_parameters = nn.ParameterList(adapter.parameters)
+        self.train()
+
+    def train(self, mode: bool = True) -> JointModule:
+        self.adapter.train(mode)
+        super().train(mode)
+        return self
+
+    def forward(self, batch: Batch, done: float = 1.0) -> tuple[Tensor, Hits]:
+        if done < self.config.start_share:  # a zero gradient, so that every rank and optimizer sees the same parameters
+            loss, hits = self.head.training_step(batch, self.remembered(batch))
+            return loss + 0.0 * sum(p.float().sum() for p in self.adapter_parameters), hits
+        out = self.target_output(batch, gradient=torch.is_grad_enabled())
+        loss, hits = self.head.training_step(batch, out)
+        return head_weight(self.config, done) * loss + self.target_loss(batch, out), hits
+
+    def remembered(self, batch: Batch) -> TargetOutput:
+        with self.adapter.off():
+            return super().remembered(batch)
+
+    def target_loss(self, batch: Batch, out: TargetOutput) -> Tensor:
+        """L_target, summed over the positions that predict a supervised token; for some of them at a time."""
+        ids, predicts = ahead(batch, 1)  # [B, T]
+        states, true = out.hidden[predicts], self.remembered(batch).hidden[predicts]  # [n, H]
+        at_once = max(1, LOGITS_AT_ONCE // self.head.target.vocab_size)
+        parts = zip(*(rows.split(at_once) for rows in (states, ids[predicts], true)), strict=True)
+        sums = [checkpoint(self._kept_loss, *part, use_reentrant=False) for part in parts]
+        return torch.stack(sums).sum() if sums else states.sum()
+
+    def _kept_loss(self, states: Tensor, ids: Tensor, true: Tensor) -> Tensor:  # [n, H], int64 [n], [n, H]
+        target = self.head.target
+        logits = target.scaled(F.linear(states, *target.output_rows(None)).float())  # [n, V]
+        if self.config.loss == "text":
+            return hard_cross_entropy(logits, ids)
+        return soft_cross_entropy(logits, target.logits(true))
+
+
+def head_weight(config: AdapterConfig, done: float) -> float:
+    """λ when the share `done` of the run is behind: constant, or rising over the second stage."""
+    progress = (done - config.start_share) / max(1e-9, 1 - config.start_share)
+    rise = {"constant": 1.0, "linear": progress, "sine": math.sin(math.pi / 2 * progress)}
+    return config.head_weight * rise[config.head_schedule]

@@ -1,0 +1,238 @@
+"""Adapters on the target: merged as peft means them, trained with a head, saved so that stock peft reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from training import flags, kill_after_a_checkpoint, launch, recipe, weights, write_tiny
+from transformers import AutoModelForCausalLM
+
+from spechead.dataset import build_samples, collate, read_conversations
+from spechead.decoding import DecodingOptions
+from spechead.errors import UserError
+from spechead.extract_head import ExtractOptions, extract_head
+from spechead.features import FeatureMemory
+from spechead.generate import Speculation, generate
+from spechead.heads import HEADS
+from spechead.log import read_log
+from spechead.module import JointModule, head_weight
+from spechead.recipe import AdapterConfig
+from spechead.target import Target
+from spechead.train import train
+from spechead.tree import parse_plan
+
+LORA = "{r: 4, lora_alpha: 8, target_modules: all-linear}"
+JOINT = {"adapter.peft": LORA, "adapter.lr": 0.01}
+IDS = torch.arange(3, 15)[None]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def medusa(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of heads and adapter. Not to be changed."""
+    out = tmp_path_factory.mktemp("medusa") / "run"
+    train(recipe(folder, out, "medusa", **JOINT))
+    return out
+
+
+def stock(folder: Path, adapter: Path | None = None) -> Tensor:
+    """What transformers and peft say of IDS, with nothing of ours."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "target")
+    with torch.no_grad():
+        return (model if adapter is None else PeftModel.from_pretrained(model, adapter))(IDS).logits
+
+
+def adapter_of(out: Path) -> dict[str, Tensor]:
+    return load_file(out / "head" / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_rslora": True}, {"target_modules": ["q_proj", "down_proj"]}])
+def test_a_merged_adapter_computes_what_peft_computes(changes: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    options = {"r": 4, "lora_alpha": 16, "target_modules": "all-linear", "init_lora_weights": False} | changes
+    model = AutoModelForCausalLM.from_pretrained(folder / "target")
+    get_peft_model(model, LoraConfig(**options)).save_pretrained(tmp_path / "lora")
+    plain, adapted = (
+        Target.load(str(folder / "target")),
+        Target.load(str(folder / "target"), adapter=str(tmp_path / "lora")),
+    )
+    ours = adapted.logits(adapted.forward(IDS).hidden)
+    assert torch.allclose(ours, stock(folder, tmp_path / "lora"), atol=1e-4)
+    assert not torch.allclose(ours, stock(folder), atol=1e-2)
+    assert adapted.fingerprint != plain.fingerprint
+    half = Target.load(str(folder / "target"), adapter=str(tmp_path / "lora"), dtype="bfloat16")
+    assert half.fingerprint == adapted.fingerprint
+    assert adapted.name == f"{folder / 'target'} with {tmp_path / 'lora'}"
+
+
+@pytest.mark.parametrize("kind", ["medusa", "eagle3"])
+def test_head_and_adapter_train_save_reload_and_decode_losslessly(kind: str, folder: Path, tmp_path: Path) -> None:
+    train(recipe(folder, tmp_path / "run", kind, **JOINT, **{"log.best": "false"}))
+    head = tmp_path / "run" / "head"
+    options = DecodingOptions(head=str(head))
+    target = options.load_target()
+    drafter = options.load_head(target)  # refused, were it another target
+    assert target.name.endswith("adapter")
+    adapted = stock(folder, head / "adapter")
+    assert torch.allclose(target.logits(target.forward(IDS).hidden), adapted, atol=1e-4)
+    assert not torch.allclose(adapted, stock(folder), atol=1e-2)
+    speculation = Speculation(parse_plan("dynamic:nodes=6,depth=2,topk=3"))
+    plain = generate(target, IDS[0].tolist(), max_new_tokens=24)
+    drafted = generate(target, IDS[0].tolist(), drafter, max_new_tokens=24, speculation=speculation)
+    assert plain.tokens == drafted.tokens
+    config = json.loads((head / "adapter" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder / "target")
+
+
+def test_the_head_does_not_fit_the_target_without_the_adapter(medusa: Path, folder: Path) -> None:
+    target = Target.load(str(folder / "target"))
+    with pytest.raises(UserError, match="was trained for"):
+        DecodingOptions(head=str(medusa / "head")).load_head(target)
+
+
+def test_the_first_stage_leaves_the_adapter_alone_and_the_second_moves_all_of_it(folder: Path, tmp_path: Path) -> None:
+    for steps, moved in ((4, False), (5, True)):
+        out = tmp_path / f"{steps}"
+        train(
+            recipe(
+                folder,
+                out,
+                "medusa",
+                **JOINT,
+                **{"optim.steps": steps, "adapter.start_share": 0.8, "log.best": "false"},
+            )
+        )
+        for name, tensor in adapter_of(out).items():
+            if "lora_B" in name:  # zero until it is trained
+                assert bool(tensor.any()) is moved, name
+
+
+@pytest.mark.parametrize("precision", ["float32", "bf16"])
+def test_every_weight_of_both_moves(precision: str, folder: Path, tmp_path: Path) -> None:
+    changes = JOINT | {"engine.precision": precision, "adapter.start_share": 0, "adapter.lr": 1e-4}
+    train(
+        recipe(
+            folder, tmp_path / "none", "medusa", **changes | {"optim.steps": 1, "optim.lr": 1e-30, "adapter.lr": 1e-30}
+        )
+    )
+    train(recipe(folder, tmp_path / "some", "medusa", **changes))
+    for find in (adapter_of, weights):
+        before, after = find(tmp_path / "none"), find(tmp_path / "some")
+        for name in before.keys() - {"d2t", "t2d"}:
+            assert after[name].dtype == torch.float32
+            assert not torch.equal(before[name], after[name]), name
+
+
+@pytest.mark.parametrize("zero", [2, pytest.param(0, marks=pytest.mark.slow)])
+def test_two_processes_equal_one(zero: int, folder: Path, tmp_path: Path) -> None:
+    changes = JOINT | {"engine.zero_stage": zero, "adapter.loss": "text", "adapter.lr": 1e-3}  # else rounding decides
+    train(recipe(folder, tmp_path / "one", "medusa", **changes))
+    process = launch(flags(folder, tmp_path / "two", "medusa", **changes), 2)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    for a, b in zip(read_log(tmp_path / "one"), read_log(tmp_path / "two"), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+    two = adapter_of(tmp_path / "two")
+    for name, tensor in adapter_of(tmp_path / "one").items():
+        assert torch.allclose(tensor, two[name], atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    "every", [6, pytest.param(2, marks=pytest.mark.slow)]
+)  # killed in the second stage, or in the first
+def test_a_killed_run_resumes_bit_exactly(every: int, medusa: Path, folder: Path, tmp_path: Path) -> None:
+    out, changes = tmp_path / "killed", JOINT | {"log.checkpoint_every": every}
+    kill_after_a_checkpoint(flags(folder, out, "medusa", **changes), out)
+    (out / "run.json").unlink(missing_ok=True)  # where the kill came after the end
+    train(recipe(folder, out, "medusa", **changes))
+    for find in (adapter_of, weights):
+        straight, resumed = find(medusa), find(out)
+        for name, tensor in straight.items():
+            assert torch.equal(tensor, resumed[name]), name
+
+
+def test_a_checkpoint_gives_the_runs_own_adapter(medusa: Path, tmp_path: Path) -> None:
+    out = extract_head(ExtractOptions(str(medusa), out=str(tmp_path / "head")))
+    for path in (medusa / "head").rglob("*.*"):
+        assert path.read_bytes() == (out / path.relative_to(medusa / "head")).read_bytes(), path
+
+
+def test_the_distillation_pulls_at_nothing_while_the_adapter_says_nothing(folder: Path) -> None:
+    target = Target.load(str(folder / "target"), pack=False)
+    head = HEADS["medusa"](HEADS["medusa"].Config(n_heads=2), target)
+    adapter = target.adapt({"r": 4, "target_modules": "all-linear"})
+    conversations = read_conversations([str(folder / "data.jsonl")], 0)
+    batch = collate(build_samples(conversations, target.tokenizer, 64, {}).items[:2], 64)
+    pull = {}
+    for loss in ("distill", "text"):
+        module = JointModule(head, FeatureMemory(0), adapter, AdapterConfig(loss=loss))
+        found = torch.autograd.grad(
+            module.target_loss(batch, module.target_output(batch, gradient=True)), adapter.parameters
+        )
+        pull[loss] = max(float(gradient.abs().max()) for gradient in found)
+    assert pull["distill"] < 1e-4 < 1 < pull["text"]
+
+
+def test_a_head_trains_on_a_target_with_an_adapter_as_on_the_merged_model(
+    medusa: Path, folder: Path, tmp_path: Path
+) -> None:
+    adapter = medusa / "head" / "adapter"
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "target"), adapter)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    Target.load(str(folder / "target")).tokenizer.save_pretrained(tmp_path / "merged")
+    train(recipe(folder, tmp_path / "on", **{"target.adapter": adapter}))
+    train(recipe(folder, tmp_path / "merged-run", **{"target.name": tmp_path / "merged"}))
+    for name, tensor in weights(tmp_path / "merged-run").items():
+        assert torch.equal(tensor, weights(tmp_path / "on")[name]), name
+    options = DecodingOptions(head=str(tmp_path / "on" / "head"))
+    assert options.load_head(options.load_target()).kind == "eagle3"
+
+
+def test_the_heads_share_of_the_loss_comes_in_as_asked() -> None:
+    weigh = [
+        [
+            round(head_weight(AdapterConfig(head_weight=0.5, start_share=0.5, head_schedule=how), done), 4)
+            for done in (0.5, 0.75, 1)
+        ]
+        for how in ("constant", "linear", "sine")
+    ]
+    assert weigh == [[0.5, 0.5, 0.5], [0.0, 0.25, 0.5], [0.0, 0.3536, 0.5]]
+
+
+@pytest.mark.parametrize(
+    "options,told",
+    [
+        ("{peft_type: NONE}", "NONE"),
+        ("{rank: 4}", "rank"),
+        ("{r: 4, target_modules: [no_such]}", "no_such"),
+        ("{peft_type: PROMPT_TUNING, num_virtual_tokens: 4}", "tokens"),
+        ("{r: 4, target_modules: [lm_head]}", "output layer"),
+        ("{r: 4, target_modules: [q_proj], modules_to_save: [embed_tokens]}", "output layer"),
+    ],
+)
+def test_an_adapter_that_cannot_be_trained_is_refused(options: str, told: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"adapter\.peft.*{told}"):
+        train(recipe(folder, tmp_path / "run", "medusa", **{"adapter.peft": options}))
+
+
+def test_an_adapter_that_cannot_be_loaded_is_refused(folder: Path, medusa: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "adapter_config.json").write_bytes((medusa / "head" / "adapter" / "adapter_config.json").read_bytes())
+    (broken / "adapter_model.safetensors").write_bytes(b"no tensors")
+    for source in (tmp_path / "nothing", broken):
+        with pytest.raises(UserError, match=r"adapter '.*' cannot be loaded"):
+            Target.load(str(folder / "target"), adapter=str(source))
+    with pytest.raises(UserError, match="carries target.adapter"):
+        recipe(folder, tmp_path / "run", "medusa", **{"adapter.peft": LORA, "target.adapter": "some"})
