@@ -50,15 +50,14 @@ from spechead.measuring import (
     decode_by_generate,
     describe_machine,
     modes,
+    passes_by_size,
     questions,
-    verify_costs,
 )
 from spechead.options import parse
 from spechead.suites import Reference, Run
 from spechead.target import Target
 
 PLAIN, GENERATE, LOOKUP = "plain", "generate", "prompt_lookup"
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of a pass
 OVERHEAD_PROMPTS, OVERHEAD_TOKENS = 4, 64
 
 
@@ -234,16 +233,6 @@ class ModuleSpans:
         mark = torch.cuda.Event(enable_timing=True)
         mark.record(torch.cuda.current_stream(self._device))
         return mark
-
-
-def passes_by_size(
-    target: Target, asked: Sequence[Question], plain: Sequence[Run | Reference]
-) -> tuple[int, dict[str, float]]:
-    """v(n) by n, behind as many tokens as stand before the middle of a typical answer, and how many these are."""
-    middles = [len(question.ids) + len(run.tokens) // 2 for question, run in zip(asked, plain, strict=True)]
-    sizes = [size for size in SIZES if size < target.max_positions]
-    past = min(int(median(middles)), target.max_positions - sizes[-1])
-    return past, dict(zip(map(str, sizes), verify_costs(target, sizes, past), strict=True))
 
 
 # ------------------------------------------------------------------------------------------------ numbers

@@ -59,11 +59,50 @@ def extract_head(argv: list[str]) -> None:
     extract_head(parse(ExtractOptions, argv, "spechead extract-head", positional=True))
 
 
+def export(argv: list[str]) -> None:
+    from spechead.export import ExportOptions, export
+    from spechead.options import parse
+
+    export(parse(ExportOptions, out_in_full(argv), "spechead export"))
+
+
+def import_head(argv: list[str]) -> None:
+    from spechead.import_head import ImportOptions, import_head
+    from spechead.options import parse
+
+    import_head(parse(ImportOptions, out_in_full(argv), "spechead import", positional=True))
+
+
+def check(argv: list[str]) -> None:
+    from spechead.check_export import CheckOptions, check
+    from spechead.options import parse
+
+    check(parse(CheckOptions, argv, "spechead check", positional=True))
+
+
+def push(argv: list[str]) -> None:
+    from spechead.options import parse
+    from spechead.push import PushOptions, push
+
+    push(parse(PushOptions, argv, "spechead push", positional=True))
+
+
+def out_in_full(argv: list[str]) -> list[str]:
+    return ["--out" if word == "-o" else word for word in argv]
+
+
 def search_layers(argv: list[str]) -> None:
     from spechead.options import parse
     from spechead.search_layers import SearchOptions, search
 
     search(parse(SearchOptions, argv, "spechead search-layers"))
+
+
+def tune(argv: list[str]) -> None:
+    from spechead.options import parse
+    from spechead.tune import TuneOptions, tune
+
+    tune(parse(TuneOptions, argv, "spechead tune"))
 
 
 def summary(argv: list[str]) -> None:
@@ -80,7 +119,12 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
     "data synthesize": (synthesize, "let the target write conversations to train on"),
     "data inspect": (inspect, "show the supervised spans of a file, and what is dropped and why"),
     "extract-head": (extract_head, "make a head of a checkpoint, also of a run that did not end"),
+    "export": (export, "write a head in the form of vLLM, SGLang, llama.cpp and others"),
+    "import": (import_head, "make a head of files that another project or server loads"),
+    "check": (check, "check an exported head: names, shapes, settings, and the drafts themselves"),
+    "push": (push, "upload an exported head to the Hugging Face hub, privately unless told otherwise"),
     "search-layers": (search_layers, "find layers that a target may leave out when it drafts for itself"),
+    "tune": (tune, "choose the tree with which a head drafts fastest on this machine"),
     "summary": (summary, "show a run's figures, its files and what to try next"),
 }
 

@@ -1,4 +1,5 @@
-"""What `spechead eval` and eval/bench_decode.py do alike: prompts made ready, drafters and their trees, timed runs.
+"""What `spechead eval`, `spechead tune` and eval/bench_decode.py do alike: prompts made ready, drafters and their
+trees, timed runs, what a pass costs.
 
 Knows nothing of what is compared with what, or of reports.
 """
@@ -31,6 +32,7 @@ from spechead.tree import Plan, parse_plan
 
 DEFAULT_PROMPTS = "eval/prompts/held_out.jsonl"
 WARM_UP_TOKENS = 32
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # tokens of a pass that is timed
 
 T = TypeVar("T")
 
@@ -230,6 +232,16 @@ def verify_costs(target: Target, sizes: Sequence[int], past: int = 200, repeats:
             taken.append(spent)
             cache.crop(past)
     return [median(seconds[size]) / median(seconds[1]) for size in sizes]
+
+
+def passes_by_size(
+    target: Target, asked: Sequence[Question], plain: Sequence[Run | Reference]
+) -> tuple[int, dict[str, float]]:
+    """v(n) by n, behind as many tokens as stand before the middle of a typical answer, and how many these are."""
+    middles = [len(question.ids) + len(run.tokens) // 2 for question, run in zip(asked, plain, strict=True)]
+    sizes = [size for size in SIZES if size < target.max_positions]
+    past = min(int(median(middles)), target.max_positions - sizes[-1])
+    return past, dict(zip(map(str, sizes), verify_costs(target, sizes, past), strict=True))
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:

@@ -36,9 +36,8 @@ def write_html(report: dict[str, Any], path: Path) -> None:
 def render_html(report: dict[str, Any]) -> str:
     entry = main_suite(report)[1]
     about = f"{report['dtype']} on {report['device']}, tree {entry['tree']}, rule {entry['rule']}"
-    return PAGE.format(
+    body = BODY.format(
         title=escape(title(report)),
-        style=STYLE,
         subtitle=escape(f"{about}, {entry['prompts']} prompts"),
         cards=_cards(entry),
         remarks="".join(
@@ -48,13 +47,42 @@ def render_html(report: dict[str, Any]) -> str:
         figures=_figures(report),
         legend=_legend(),
         examples="".join(_example(example) for example in report["examples"]),
-        settings=_pairs(report["settings"] | {"head": report["head"], "target": report["target"]}),
-        machine=_pairs(report["machine"] | {"device": report["device"]}),
+        settings=pairs(report["settings"] | {"head": report["head"], "target": report["target"]}),
+        machine=pairs(report["machine"] | {"device": report["device"]}),
     )
+    return whole_page(title(report), body)
+
+
+# ------------------------------------------------------------------------------------------------ parts of any page
+
+
+def whole_page(heading: str, body: str) -> str:
+    """A file that needs nothing else, around a body that is HTML."""
+    return PAGE.format(title=escape(heading), style=STYLE, body=body)
 
 
 def escape(value: Any) -> str:
     return html.escape(str(value), quote=True)
+
+
+def figure(label: str, svg: str) -> str:
+    return f"<figure><figcaption>{escape(label)}</figcaption>{svg}</figure>"
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def pairs(values: dict[str, Any]) -> str:
+    return "".join(
+        f"<dt>{escape(key)}</dt><dd>{escape(value if value not in ('', [], None) else MISSING)}</dd>"
+        for key, value in values.items()
+    )
+
+
+# ------------------------------------------------------------------------------------------------ parts of a report
 
 
 def _remarks(report: dict[str, Any]) -> list[tuple[bool, str]]:
@@ -72,7 +100,7 @@ def _figures(report: dict[str, Any]) -> str:
         *((named("Speed-up", next(iter(suites.values()))), plots.speedups(suites)) for suites in tables(report)),
         (named("Tokens per pass", entry), plots.tokens_per_pass(entry)),
     ]
-    return "".join(f"<figure><figcaption>{escape(label)}</figcaption>{svg}</figure>" for label, svg in figures)
+    return "".join(figure(label, svg) for label, svg in figures)
 
 
 def _cards(entry: dict[str, Any]) -> str:
@@ -103,20 +131,7 @@ def _bounds(bounds: Sequence[float] | None) -> str:
 
 
 def _table(suites: dict[str, dict[str, Any]]) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in COLUMNS[1:])
-    rows = "".join(_row(*item) for item in suites.items())
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-
-
-def _row(name: str, entry: dict[str, Any]) -> str:
-    return "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells(name, entry)[1:]) + "</tr>"
-
-
-def _pairs(values: dict[str, Any]) -> str:
-    return "".join(
-        f"<dt>{escape(key)}</dt><dd>{escape(value if value not in ('', [], None) else MISSING)}</dd>"
-        for key, value in values.items()
-    )
+    return table(COLUMNS[1:], [cells(name, entry)[1:] for name, entry in suites.items()])
 
 
 def _example(example: dict[str, Any]) -> str:
@@ -180,7 +195,11 @@ PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>{title}</title>
 <style>{style}</style>
-<h1>{title}</h1>
+{body}
+</html>
+"""
+
+BODY = """<h1>{title}</h1>
 <p>{subtitle}</p>
 <div class="cards">{cards}</div>
 <ul class="remarks">{remarks}</ul>
@@ -198,6 +217,4 @@ Plain/generate: seconds per token of plain decoding over those of transformers' 
 <h2>Settings</h2>
 <dl>{settings}</dl>
 <h2>Machine</h2>
-<dl>{machine}</dl>
-</html>
-"""
+<dl>{machine}</dl>"""

@@ -1,4 +1,4 @@
-"""The plots of an evaluation report, as inline SVG that takes the colours of the page around it.
+"""The plots of an evaluation report and of a comparison, as inline SVG that takes the colours of the page around it.
 
 Knows nothing of HTML beyond that. Colours are Okabe and Ito's, with a second cue (marker, hatch) beside each.
 """
@@ -79,20 +79,25 @@ def speedups(suites: Mapping[str, Mapping[str, Any]]) -> str:
     """Speed-up of every suite with its interval, and the line of no gain."""
     main = next(iter(suites))
     labels = {name: _short(name.removeprefix(main).lstrip("/@") or "all") for name in suites}
-    shown = [(labels[name], entry) for name, entry in suites.items() if entry["speedup"] is not None]
+    rows = [(labels[name], entry["speedup"], entry["speedup_ci"]) for name, entry in suites.items()]
+    return intervals("speedups", rows, "times as fast as plain")
+
+
+def intervals(name: str, rows: Sequence[tuple[str, float | None, Sequence[float] | None]], axis: str) -> str:
+    """A line a row: label, value, its interval. The first row stands out; 1 is what plain decoding has."""
+    shown = [(label, value, bounds or (value, value)) for label, value, bounds in rows if value is not None]
 
     def draw(axes: Any) -> None:
         axes.axvline(1, color=INK, alpha=0.5, linewidth=1)
-        for row, (_, entry) in enumerate(shown):
-            low, high = entry["speedup_ci"] or (entry["speedup"], entry["speedup"])
-            axes.plot([low, high], [row, row], "-", color=BLUE if row else ORANGE, linewidth=2)
-            axes.plot(entry["speedup"], row, "o" if row else "D", color=BLUE if row else ORANGE)
-        axes.set_yticks(range(len(shown)), [name for name, _ in shown])
+        for row, (_, value, bounds) in enumerate(shown):
+            axes.plot(bounds, [row, row], "-", color=BLUE if row else ORANGE, linewidth=2)
+            axes.plot(value, row, "o" if row else "D", color=BLUE if row else ORANGE)
+        axes.set_yticks(range(len(shown)), [label for label, _, _ in shown])
         axes.invert_yaxis()
-        axes.set_xlabel("times as fast as plain")
+        axes.set_xlabel(axis)
         axes.grid(axis="x", color=INK, alpha=0.15)
 
-    return _svg("speedups", draw, height=max(3.2, 0.36 * len(shown) + 0.9))
+    return _svg(name, draw, height=max(3.2, 0.36 * len(shown) + 0.9))
 
 
 def tokens_per_pass(entry: Mapping[str, Any]) -> str:

@@ -402,4 +402,4 @@ def test_options_of_loading_reach_the_target(monkeypatch: pytest.MonkeyPatch, fo
     flags = ["--target", "t", "--device", "cuda:1", "--trust-remote-code", "--dtype", "bfloat16"]
     with pytest.raises(UserError, match="enough"):
         bench.main([*flags, "--prompts", str(folder / "prompts.jsonl")])
-    assert given == {"name": "t", "device": "cuda:1", "trust_remote_code": True, "dtype": "bfloat16"}
+    assert given == {"name": "t", "adapter": "", "device": "cuda:1", "trust_remote_code": True, "dtype": "bfloat16"}

@@ -1,0 +1,294 @@
+"""All kinds of heads side by side: the same target, data and training time for each, then the same measurement.
+
+    python eval/compare.py                                      # `make compare`: ten minutes of training for each head
+    python eval/compare.py --budget-s 20 --prompts 4 --only medusa --only hydra --work runs/quick --out runs/quick.json
+
+How a head is trained for BUDGET seconds: a trial of `TRIAL` steps, thrown away, measures tokens a second behind its
+first third; the run then gets as many steps as fit into the budget at that rate, and its learning rate runs through its
+whole schedule over just these. Trial, loading and the closing validation are not part of the budget. The target runs at
+each step (`engine.feature_memory_gb` is 0), so that a step of the second epoch costs what one of the first does. The
+number of steps is noted down: a run that is started again goes on with it.
+
+Everything lies in WORK/NAME/: plan.json, run/, eval/. What is finished is not done again. OUT and the page beside it,
+OUT with .html for its ending, hold all heads of WORK that are finished. Knows nothing of how a head drafts.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from spechead import __version__
+from spechead.cli import one_line_errors
+from spechead.dataset import build_samples, read_conversations, split_validation
+from spechead.embedded import NAME as EMBEDDED
+from spechead.errors import UserError
+from spechead.evaluate import EvalOptions, evaluate
+from spechead.files import read_json, write_json, write_text
+from spechead.log import read_log
+from spechead.measuring import describe_machine
+from spechead.options import parse
+from spechead.page import escape, figure, pairs, table, whole_page
+from spechead.plots import intervals
+from spechead.recipe import Recipe, load_recipe
+from spechead.report import identical, number, with_interval
+from spechead.target import Target, choose_device
+from spechead.train import bare_head, train
+
+VARIANTS: dict[str, tuple[str, list[str]]] = {  # name -> recipe, and what is changed in it
+    "eagle3": ("eagle3-smollm2", []),
+    "eagle": ("eagle-smollm2", []),
+    "hass": ("hass-smollm2", []),
+    "hydra": ("hydra-smollm2", []),
+    "hydra++": (
+        "hydra-smollm2",
+        [*("--head.options.prefix", "true", "--head.options.n_layers", "4", "--head.options.dropout", "0.2")],
+    ),
+    "medusa": ("medusa-smollm2", []),
+    "medusa-shared": ("medusa-smollm2", ["--head.options.output", "shared"]),
+}
+TREE, CHAIN = "dynamic:nodes=8,depth=3,topk=4", "chain:3"
+TRIAL = 30  # steps
+# the same for all, whatever their recipes say
+COMMON = ["--optim.batch_size", "1", "--optim.micro_batch_size", "1", "--engine.feature_memory_gb", "0"]
+COMMON += ["--log.validate_every", "0", "--head.tree", TREE]
+
+
+@dataclass(kw_only=True)
+class CompareOptions:
+    """Train every kind of head for the same time on the same data, and measure them alike."""
+
+    budget_s: float = 600.0
+    """Seconds of training for each head."""
+    only: list[str] = field(default_factory=list)
+    """Heads to train now, by name; empty: all."""
+    target: str = EMBEDDED
+    """Model that decodes: smollm2-135m, a local folder or a hub id."""
+    data: str = "shipped:data/sample.jsonl"
+    """Conversations to train on."""
+    prompts: int = 0
+    """How many prompts to measure on, spread over the kinds; 0: all."""
+    prompt_file: str = ""
+    """JSONL file of prompts; empty: spechead's own 40."""
+    max_new_tokens: int = 256
+    """Longest answer, in tokens."""
+    device: str = "auto"
+    """auto, cpu, cuda or cuda:N."""
+    seed: int = 0
+    """Of the weights and the order of the samples."""
+    work: str = "runs/compare"
+    """Folder for the runs."""
+    out: str = "eval/results/compare.json"
+    """JSON file to write; the page goes beside it."""
+
+    def __post_init__(self) -> None:
+        if not self.budget_s > 0:
+            raise UserError(f"budget-s {self.budget_s}: must be above 0")
+        if self.prompts < 0:
+            raise UserError(f"prompts {self.prompts}: must be 0 or more")
+        for name in self.only:
+            if name not in VARIANTS:
+                raise UserError(f"only {name!r}: known are {', '.join(VARIANTS)}")
+        if not self.out.endswith(".json"):
+            raise UserError(f"out {self.out}: must end with .json")
+
+
+def main(argv: Sequence[str]) -> None:
+    options = parse(CompareOptions, argv, "compare.py")
+    claim(options)
+    for name in options.only or VARIANTS:
+        folder = Path(options.work) / name
+        if not finished(folder):
+            recipe = planned(name, options, folder)
+            train(recipe)
+            measure(options, folder)
+        write(options)
+    print(f"\n{options.out}\n{page_path(options)}")
+
+
+# ------------------------------------------------------------------------------------------------ one head
+
+
+def finished(folder: Path) -> bool:
+    return (folder / "eval" / "report.json").is_file()
+
+
+def claim(options: CompareOptions) -> None:
+    """Note what the comparison in the work folder is, or refuse to mix it with another."""
+    path = Path(options.work) / "settings.json"
+    mine = settings(options)
+    earlier = read_json(path) if path.is_file() else mine
+    for name, value in mine.items():
+        if earlier.get(name) != value:
+            raise UserError(
+                f"{options.work} holds a comparison with {name} = {earlier.get(name)!r}, now {value!r}: "
+                "choose another --work, or remove that folder"
+            )
+    write_json(path, mine)
+
+
+def settings(options: CompareOptions) -> dict[str, Any]:
+    """What all numbers of a comparison share."""
+    free = ("only", "work", "out")
+    return {name: value for name, value in asdict(options).items() if name not in free}
+
+
+def planned(name: str, options: CompareOptions, folder: Path) -> Recipe:
+    """The recipe of a head, with as many steps as fit into the budget; a trial finds out how many unless it has."""
+    plan = folder / "plan.json"
+    if not plan.is_file():
+        print(f"\n{name}: a trial of {TRIAL} steps", flush=True)
+        rate = trial(name, options, folder / "trial")
+        known = facts(recipe_of(name, options, []))
+        steps = max(1, int(options.budget_s * rate / known["tokens_per_step"]))
+        write_json(plan, known | {"trial_tokens_per_s": rate, "steps": steps})
+    steps = int(read_json(plan)["steps"])
+    print(f"\n{name}: {steps} steps in about {options.budget_s:g} s", flush=True)
+    flags = ["--optim.steps", str(steps), "--log.every", str(steps), "--log.checkpoint_every", "200"]
+    return recipe_of(name, options, [*flags, "--out", str(folder / "run")])
+
+
+def recipe_of(name: str, options: CompareOptions, flags: Sequence[str]) -> Recipe:
+    config, changes = VARIANTS[name]
+    ours = ["--target.name", options.target, "--target.device", options.device, "--data.train", options.data]
+    return load_recipe(config, [*COMMON, *changes, *ours, "--seed", str(options.seed), *flags])
+
+
+def trial(name: str, options: CompareOptions, scratch: Path) -> float:
+    """Tokens a second that training takes in, without its first steps."""
+    shutil.rmtree(scratch, ignore_errors=True)  # of a trial that was interrupted
+    flags = ["--optim.steps", str(TRIAL), "--log.every", str(TRIAL // 3), "--log.checkpoint_every", "1000000"]
+    flags += ["--data.validation_share", "0"]
+    train(recipe_of(name, options, [*flags, "--out", str(scratch)]))
+    rates = [row["tokens_per_s"] for row in read_log(scratch)][1:]
+    shutil.rmtree(scratch)
+    return mean(rates)
+
+
+def facts(recipe: Recipe) -> dict[str, float]:
+    """The head's size, and the mean length of a training sample: a step takes one."""
+    target = Target.load(recipe.target.name, device=recipe.target.device, pack=False)
+    conversations = read_conversations(recipe.data.sources())
+    samples = build_samples(conversations, target.tokenizer, recipe.data.max_length).items
+    training, _ = split_validation(samples, recipe.data.validation_share, recipe.seed)
+    parameters = sum(p.numel() for p in bare_head(recipe, target).parameters())
+    return {"parameters": parameters, "tokens_per_step": mean(len(sample.ids) for sample in training)}
+
+
+def measure(options: CompareOptions, folder: Path) -> None:
+    evaluate(
+        EvalOptions(
+            head=str(folder / "run" / "head"),
+            tree=[TREE, CHAIN],
+            prompts=options.prompt_file,
+            limit=options.prompts,
+            max_new_tokens=options.max_new_tokens,
+            device=options.device,
+            out=str(folder / "eval"),
+        )
+    )
+
+
+# ------------------------------------------------------------------------------------------------ all heads
+
+
+def write(options: CompareOptions) -> None:
+    """OUT and its page, from all heads of the work folder that are finished."""
+    heads = {name: row(Path(options.work) / name) for name in VARIANTS if finished(Path(options.work) / name)}
+    found = {
+        "budget_s": options.budget_s,
+        "heads": heads,
+        "settings": settings(options) | {"tree": TREE, "chain": CHAIN, "common": COMMON},
+        "machine": describe_machine(choose_device(options.device)),
+        "versions": {"spechead": __version__} | {name: version(name) for name in ("torch", "transformers")},
+    }
+    write_json(Path(options.out), found)
+    write_text(page_path(options), page(found))
+
+
+def row(folder: Path) -> dict[str, Any]:
+    """One head's numbers, from what its run and its evaluation wrote."""
+    plan, last = read_json(folder / "plan.json"), read_log(folder / "run")[-1]
+    report = read_json(folder / "eval" / "report.json")
+    tree, chain = (
+        next(s for n, s in report["suites"].items() if "/" not in n and s["tree"] == t) for t in (TREE, CHAIN)
+    )
+    return {
+        "parameters": plan["parameters"],
+        "steps": plan["steps"],
+        "train_s": plan["steps"] * plan["tokens_per_step"] / last["tokens_per_s"],
+        "train_tokens_per_s": last["tokens_per_s"],
+        "acceptance_length_chain": chain["acceptance_length"],
+        "acceptance_length_chain_ci": chain["acceptance_length_ci"],
+        "acceptance_length_tree": tree["acceptance_length"],
+        "acceptance_length_tree_ci": tree["acceptance_length_ci"],
+        "speedup": tree["speedup"],
+        "speedup_ci": tree["speedup_ci"],
+        "speedup_chain": chain["speedup"],
+        "draft_s": tree["seconds"]["draft"] / tree["passes"] if tree["passes"] else None,  # a pass
+        "identical": identical(tree),
+    }
+
+
+# ------------------------------------------------------------------------------------------------ the page
+
+
+def page_path(options: CompareOptions) -> Path:
+    return Path(options.out).with_suffix(".html")
+
+
+COLUMNS = ("head", "speed-up [95 %]", "tokens/pass, tree", "tokens/pass, chain", "ms drafting", "identical")
+COLUMNS += ("parameters", "training tokens/s")
+
+
+def page(found: dict[str, Any]) -> str:
+    """One file that needs nothing else; the fastest head comes first and stands out."""
+    heads = dict(sorted(found["heads"].items(), key=lambda item: -(item[1]["speedup"] or 0)))
+    shown = found["settings"]
+    about = (
+        f"{shown['target']}, {found['budget_s']:g} s of training for each head, {shown['tree']} and {shown['chain']}"
+    )
+    plots = [
+        ("Speed-up over plain decoding, tree", "speedup", "times as fast as plain"),
+        ("Tokens per pass, tree", "acceptance_length_tree", "tokens committed by a pass"),
+        ("Tokens per pass, chain", "acceptance_length_chain", "tokens committed by a pass"),
+    ]
+    figures = [
+        figure(label, intervals(key, [(name, head[key], head[f"{key}_ci"]) for name, head in heads.items()], axis))
+        for label, key, axis in plots
+    ]
+    body = [
+        f"<h1>Heads side by side</h1><p>{escape(about)}</p>",
+        table(COLUMNS, [cells(name, head) for name, head in heads.items()]),
+        "<p>Same target, data, order of samples and training time for each head; plain and speculative decoding of the "
+        "same held-out prompts in turns. Brackets: 95 % intervals by bootstrap over prompts. Speed-up, drafting (of a "
+        "pass) and identical text are those of the tree.</p>",
+        f'<div class="figures">{"".join(figures)}</div>',
+        f"<h2>Settings</h2><dl>{pairs(shown)}</dl><h2>Machine</h2><dl>{pairs(found['machine'])}</dl>",
+    ]
+    return whole_page("Heads side by side", "\n".join(body))
+
+
+def cells(name: str, head: dict[str, Any]) -> list[str]:
+    """One row, in the order of COLUMNS."""
+    return [
+        name,
+        with_interval(head["speedup"], head["speedup_ci"], "x"),
+        with_interval(head["acceptance_length_tree"], head["acceptance_length_tree_ci"]),
+        with_interval(head["acceptance_length_chain"], head["acceptance_length_chain_ci"]),
+        number(None if head["draft_s"] is None else 1000 * head["draft_s"]),
+        head["identical"],
+        f"{head['parameters'] / 1e6:.2f} M",
+        f"{head['train_tokens_per_s']:.0f}",
+    ]
+
+
+if __name__ == "__main__":
+    with one_line_errors():
+        main(sys.argv[1:])
