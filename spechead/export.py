@@ -1,0 +1,155 @@
+"""`spechead export --head DIR --to FORMAT -o OUT`: write a head in the form that a server loads.
+
+What the server would drop or misread is refused by name, and what was written is read back and must draft as the head
+does before the folder gets its name. Knows nothing of how a format writes itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spechead import embedded
+from spechead.card import write_card
+from spechead.check_export import check_folder
+from spechead.errors import UserError
+from spechead.files import read_json, write_json
+from spechead.formats.carried import About
+from spechead.formats.folder import CONFIG, RECORD, new_folder
+from spechead.formats.foreign import format_of
+from spechead.formats.native import head_adapter, head_target, load_head
+from spechead.formats.record import make_record
+from spechead.heads import Head
+from spechead.target import DTYPES, Target
+
+
+@dataclass(kw_only=True)
+class ExportOptions:
+    """Write a head in the form that a server loads."""
+
+    head: str
+    """Folder of a trained head."""
+    to: str
+    """Whose form: vllm, sglang, eagle or medusa (the original projects), speculators, tgi, trtllm, llama.cpp."""
+    out: str
+    """Folder to write; an earlier export there is replaced."""
+    target: str = ""
+    """The target: smollm2-135m, a local folder or a hub id. Empty: the head's own."""
+    target_id: str = ""
+    """Name by which the server knows the target, a hub id. Empty: the target's own, where it is no folder."""
+    target_gguf: str = ""
+    """For llama.cpp: GGUF file of the target, whose tokenizer the head's file repeats."""
+    dtype: str = "auto"
+    """Of the written floats: float32, bfloat16, float16. auto: that of the target's files."""
+    report: str = ""
+    """report.json of `spechead eval`, for the model card. Empty: eval/report.json beside the head, if there is one."""
+    license: str = ""
+    """For the model card, such as apache-2.0; empty: left open."""
+    force: bool = False
+    """Export although the target's weights are not those that the head was trained for."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the target's files."""
+
+    def __post_init__(self) -> None:
+        format_of(self.to)
+        if self.dtype not in ("auto", *DTYPES):
+            raise UserError(f"dtype {self.dtype!r} is not one of auto, {', '.join(DTYPES)}")
+
+
+def export(options: ExportOptions) -> Path:
+    """Write the folder and print how to serve it. Raises UserError where the format cannot carry the head."""
+    folder, out = Path(options.head), Path(options.out)
+    name = options.target or head_target(folder)
+    target = Target.load(
+        name,
+        adapter="" if options.target else head_adapter(folder),  # one is refused
+        dtype="float32",
+        device="cpu",
+        trust_remote_code=options.trust_remote_code,
+        pack=False,
+    )
+    head = load_head(folder, target, force=options.force, dtype=torch.float32)
+    about = About(_target_id(options, name), _dtype(options, target), _gguf(options, name))
+    meta = dict(read_json(folder / CONFIG).get("meta", {}))
+    command = write_export(head, options.to, out, about, meta, _report(options), options.license)
+    print(f"{head.kind} head for {format_of(options.to).SERVER}: {out}\n\nserve it:\n{command}\n")
+    print(f"check it later:  spechead check {out} --target {name} --head {folder}")
+    return out
+
+
+def write_export(
+    head: Head,
+    to: str,
+    out: Path,
+    about: About,
+    meta: dict[str, Any] | None = None,
+    report: dict[str, Any] | None = None,
+    license: str = "",
+) -> str:
+    """Write the head to `out` with a record and a card, if it reads back as the head; the command that serves it."""
+    form = format_of(to)
+    with new_folder(out) as folder:
+        form.save(head, folder, about)
+        beside = form.serve(head, out.name, about)
+        write_json(folder / RECORD, make_record(head, to, about, folder))
+        options = {name: value for name, value in asdict(head.config).items() if value not in ("", None)}
+        write_card(
+            folder / "README.md",
+            head.kind,
+            about.target_id,
+            form.SERVER,
+            beside,
+            options=options,
+            meta=meta or {},
+            report=report,
+            license=license,
+        )
+        wrong = [line for line in check_folder(folder, head.target, head) if not line.ok]
+        if wrong:
+            raise UserError(f"what was written for {form.SERVER} is not the head: {wrong[0].text}; nothing is kept")
+    return form.serve(head, str(out), about)
+
+
+def _target_id(options: ExportOptions, name: str) -> str:
+    """The target's public name; a folder of this machine is none."""
+    if options.target_id:
+        return options.target_id
+    if name == embedded.NAME:
+        return embedded.HUB_ID
+    if not Path(name).is_dir():
+        return name
+    if options.to in NAMED:
+        raise UserError(
+            f"{options.to} files name their target, and {name} is a folder of this machine: give --target-id"
+        )
+    return Path(name).resolve().name
+
+
+NAMED = ("medusa", "tgi", "speculators")
+"""Formats whose files name the target that is loaded with them."""
+
+
+def _dtype(options: ExportOptions, target: Target) -> torch.dtype:
+    if options.dtype != "auto":
+        return DTYPES[options.dtype]
+    stored = getattr(target.config, "dtype", None)
+    return stored if isinstance(stored, torch.dtype) and stored in DTYPES.values() else torch.float32
+
+
+def _gguf(options: ExportOptions, name: str) -> Path | None:
+    if options.target_gguf:
+        return Path(options.target_gguf)
+    return embedded.gguf_file() if options.to == "llama.cpp" and name == embedded.NAME else None
+
+
+def _report(options: ExportOptions) -> dict[str, Any] | None:
+    path = Path(options.report) if options.report else Path(options.head).parent / "eval" / "report.json"
+    if not options.report and not path.is_file():
+        return None
+    report = read_json(path)
+    if not isinstance(report, dict) or not report.get("suites"):
+        raise UserError(f"option report: {path} is no report of spechead eval")
+    return report

@@ -1,0 +1,193 @@
+"""vLLM: EAGLE-3, EAGLE and Medusa heads for `--speculative-config`.
+
+Read off vLLM 0.32. EAGLE-3's layer ids are the inputs of the target's layers, as indices into hidden_states are. A
+head's own embedding is kept where it differs from the target's. Knows nothing of other servers.
+
+Legend: V target vocabulary, D draft vocabulary, H hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spechead.errors import UserError
+from spechead.files import write_json
+from spechead.formats import layout
+from spechead.formats.carried import About, refuse
+from spechead.formats.folder import CONFIG, WEIGHTS, read_config, read_tensors, write_tensors
+from spechead.formats.served import Served, own_embedding
+from spechead.heads import Head
+from spechead.target import Target
+
+SERVER = "vLLM 0.32"
+CARRIES = {
+    "eagle": frozenset({"num_hidden_layers", "attention_bias", "rope_scaling"}),
+    "eagle3": frozenset({"layers", "n_layers", "rope_scaling", *layout.FLAGS}),
+    "medusa": frozenset({"n_heads", "n_layers", "output"}),
+}
+CANNOT = {"fc_bias": "vLLM's fusion has no bias, and drops one in silence"}
+MISSING = "vLLM leaves it uninitialised and says nothing"
+UNKNOWN = "vLLM stops at load, or for a bias or a Medusa tensor drops it in silence"
+
+
+def save(head: Head, folder: Path, about: About) -> None:
+    """Write config.json and model.safetensors; raises UserError for what vLLM would drop or misread."""
+    refuse(head, SERVER, CARRIES, CANNOT)
+    config, tensors = {"eagle": _eagle, "eagle3": _eagle3, "medusa": _medusa}[head.kind](head, about)
+    write_json(folder / CONFIG, config)
+    write_tensors(folder / WEIGHTS, tensors)
+
+
+def load(folder: Path, target: Target) -> Served:
+    """What vLLM would make of the folder; raises UserError where it would stop, or no head here is like it."""
+    config, tensors = read_config(folder / CONFIG), read_tensors(folder)
+    architecture = str((config.get("architectures") or [""])[0])
+    if config.get("model_type") == "medusa" or architecture.startswith("Medusa"):
+        return _served_medusa(config, tensors, target)
+    if "Eagle3" in architecture or "norm.weight" in tensors:
+        layers = _layers(config, target)
+        return layout.served_eagle3(config, tensors, target, layers, layout.flags_of(config))
+    if "lm_head.weight" in tensors or "layers.0.input_layernorm.weight" in tensors:
+        raise UserError("an EAGLE head with lm_head or layers.0.input_layernorm: vLLM stops at load")
+    tensors.pop("fc.bias", None)  # as vLLM does
+    biased = bool(config.get("qkv_bias", config.get("attention_bias", False)))
+    return layout.served_eagle(config, tensors, biased)
+
+
+def serve(head: Head, folder: str, about: About) -> str:
+    drafts = head.depths if head.kind == "medusa" else max(head.depths, 3)
+    settings = {"method": head.kind, "model": folder, "num_speculative_tokens": drafts}
+    return f"vllm serve {about.target_id} --speculative-config '{json.dumps(settings)}'"
+
+
+# ------------------------------------------------------------------------------------------------ EAGLE
+
+
+def _eagle3(head: Head, about: About) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    layout.needs_inner_layers(head, SERVER)
+    layers = list(head.config.layers)
+    config = {"architectures": ["LlamaForCausalLMEagle3"]} | layout.llama_config(head, about)
+    config |= {"draft_vocab_size": head.draft_size, "eagle_aux_hidden_state_layer_ids": layers}
+    config |= layout.flags(head.config)
+    if len(layers) != 3:  # what the fusion is sized by
+        config["num_aux_hidden_states"] = len(layers)
+    return config, layout.tensors(head, about.dtype) | _embedding(head, about)
+
+
+def _layers(config: dict[str, Any], target: Target) -> list[int]:
+    eagle_config = config.get("eagle_config") or {}
+    told = config.get("eagle_aux_hidden_state_layer_ids") or eagle_config.get("eagle_aux_hidden_state_layer_ids")
+    layers = sorted(set(told)) if told else layout.usual_layers(target.n_layers)
+    if not all(isinstance(layer, int) and 0 <= layer < target.n_layers for layer in layers):
+        raise UserError(f"eagle_aux_hidden_state_layer_ids {told}: the target's layers are 0 to {target.n_layers - 1}")
+    sized = config.get("num_aux_hidden_states") or len(eagle_config.get("eagle_aux_hidden_state_layer_ids") or [1] * 3)
+    if sized != len(layers):
+        raise UserError(f"num_aux_hidden_states makes the fusion one of {sized} states, and {len(layers)} are tapped")
+    return layers
+
+
+def _eagle(head: Head, about: About) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    layout.needs_plain_output(head, SERVER)
+    if head.reduced:
+        raise UserError(
+            f"head option draft_vocab_size={head.draft_size}: vLLM reads EAGLE drafts from the target's whole output "
+            "layer; nothing is written"
+        )
+    config = {"architectures": ["LlamaForCausalLM"]} | layout.llama_config(head, about)
+    config["qkv_bias"] = head.config.attention_bias  # attention_bias would ask for one behind the attention, too
+    return config, layout.tensors(head, about.dtype) | _embedding(head, about)
+
+
+def _embedding(head: Head, about: About) -> dict[str, Tensor]:
+    """The embedding, for targets that scale theirs: vLLM hands heads the stored rows."""
+    rows = own_embedding(head.target)
+    return {} if rows is None else {"embed_tokens.weight": rows.to(about.dtype)}
+
+
+# ------------------------------------------------------------------------------------------------ Medusa
+
+
+def _medusa(head: Head, about: About) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    c, ids = head.config, head.draft_ids()
+    if head.reduced and c.output == "own":
+        raise UserError(
+            f"head option draft_vocab_size={head.draft_size}: vLLM builds heads' own output layers over the whole "
+            "vocabulary and stops at load (output: shared can be reduced); nothing is written"
+        )
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": c.hidden_size,
+        "vocab_size": head.target.vocab_size,
+        "num_heads": c.n_heads,
+        "num_hidden_layers": c.n_layers,
+        "medusa_fc_bias": True,
+        "original_lm_head": c.output == "shared",
+        "truncated_vocab_size": None if ids is None else head.draft_size,
+        "torch_dtype": str(about.dtype).removeprefix("torch."),
+    }
+    tensors = {}
+    for name, tensor in layout.tensors(head, about.dtype).items():
+        if name not in ("d2t", "t2d"):
+            tensors[re.sub(r"^blocks\.(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)] = tensor
+    if c.output == "shared":
+        layout.needs_plain_output(head, SERVER)
+        tensors["lm_head.weight"] = head.target.output_rows(ids)[0].to(about.dtype)
+    if ids is not None:
+        tensors["token_map"] = ids
+    return config, tensors
+
+
+def _served_medusa(config: dict[str, Any], tensors: dict[str, Tensor], target: Target) -> Served:
+    if not config.get("medusa_fc_bias", False) and any(name.endswith(".bias") for name in tensors):
+        raise UserError("medusa_fc_bias is not set: vLLM drops the biases of the blocks")
+    total = target.vocab_size
+    if config.get("vocab_size", total) != total:
+        raise UserError(f"vocab_size is {config['vocab_size']}, but the target has {total} tokens")
+    shared = bool(config.get("original_lm_head", False))
+    size = config.get("truncated_vocab_size") or total
+    found = {
+        re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"blocks.\1.\2.linear.", name): tensor
+        for name, tensor in tensors.items()
+    }
+    ids: Tensor | None = None
+    if size != total:
+        if "token_map" not in found:
+            raise UserError(f"token_map is missing, and truncated_vocab_size is {size} of {total}: vLLM stops at load")
+        ids = found.pop("token_map").long()
+        if not shared or ids.shape[0] != size:
+            raise UserError(
+                f"truncated_vocab_size {size} does not fit token_map {list(ids.shape)}, or heads of their own"
+            )
+        if not bool((ids[1:] > ids[:-1]).all()) or ids[0] < 0 or ids[-1] >= total:
+            raise UserError(f"token_map must be ascending target ids below {total}")
+        inside = torch.zeros(total, dtype=torch.bool)
+        inside[ids] = True
+        found |= {"d2t": ids - torch.arange(ids.shape[0]), "t2d": inside}
+    if shared:
+        _needs_target_rows(found, ids, target)
+    options = {
+        "n_heads": config.get("num_heads", config.get("medusa_num_heads", 5)),
+        "n_layers": config.get("num_hidden_layers", config.get("medusa_num_layers", 1)),
+        "output": "shared" if shared else "own",
+        "draft_vocab_size": 0 if ids is None else size,
+        "hidden_size": config.get("hidden_size", 4096),
+    }
+    return Served("medusa", options, found)
+
+
+def _needs_target_rows(found: dict[str, Tensor], ids: Tensor | None, target: Target) -> None:
+    """Take the shared output layer out of `found`; it must be the target's own."""
+    names = [name for name in ("lm_head.weight", "lm_heads.0.weight") if name in found]
+    if not names:
+        raise UserError("lm_head.weight is missing, and original_lm_head is set: vLLM leaves it uninitialised")
+    rows = found.pop(names[0])
+    ours = target.output_rows(ids)[0]
+    if rows.shape != ours.shape or not torch.equal(rows, ours.to("cpu", rows.dtype)):
+        raise UserError(f"{names[0]} is not the target's output layer; heads here share that one alone")

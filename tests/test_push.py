@@ -1,0 +1,77 @@
+"""What is uploaded, and what is not. Nothing here opens a connection."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from exporting import about, make_head, tiny
+
+from spechead.errors import UserError
+from spechead.export import write_export
+from spechead.push import PushOptions, push
+
+
+@pytest.fixture
+def exported(tmp_path: Path) -> Path:
+    out = tmp_path / "out"
+    write_export(make_head("eagle3", tiny("llama")), "vllm", out, about(tiny("llama"), tmp_path))
+    return out
+
+
+class Hub:
+    """Stands for huggingface_hub's HfApi."""
+
+    calls: list[tuple[str, Any]] = []
+
+    def create_repo(self, repo: str, *, private: bool, exist_ok: bool) -> None:
+        self.calls.append((repo, private))
+
+    def upload_folder(self, *, folder_path: Path, repo_id: str, allow_patterns: list[str]) -> None:
+        self.calls.append((repo_id, allow_patterns))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    import huggingface_hub
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    Hub.calls = []
+    return Hub.calls
+
+
+def test_a_dry_run_lists_the_files(exported: Path, hub: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    push(PushOptions(str(exported), "org/name", dry_run=True))
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("README.md", "config.json", "model.safetensors", "spechead.json"))
+    assert "would upload 4 files" in shown and "to org/name (private)" in shown
+    assert hub == []
+
+
+def test_repositories_are_private_unless_told(exported: Path, hub: list[Any]) -> None:
+    push(PushOptions(str(exported), "org/name"))
+    push(PushOptions(str(exported), "org/name", private=False))
+    names = ["README.md", "config.json", "model.safetensors", "spechead.json"]
+    assert hub == [("org/name", True), ("org/name", names), ("org/name", False), ("org/name", names)]
+
+
+def test_what_is_no_sound_export_is_not_uploaded(exported: Path, hub: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not of the form org/name"):
+        PushOptions(str(exported), "name")
+    with pytest.raises(UserError, match="no folder"):
+        push(PushOptions(str(tmp_path / "none"), "org/name"))
+    torch.save({}, exported / "old.pt")
+    with pytest.raises(UserError, match="holds old.pt"):
+        push(PushOptions(str(exported), "org/name"))
+    (exported / "old.pt").unlink()
+    config = json.loads((exported / "config.json").read_text())
+    (exported / "config.json").write_text(json.dumps(config | {"norm_output": True}))
+    with pytest.raises(UserError, match="config.json: norm_output is true, exported false"):
+        push(PushOptions(str(exported), "org/name"))
+    (exported / "spechead.json").unlink()
+    with pytest.raises(UserError, match="is no export of spechead"):
+        push(PushOptions(str(exported), "org/name"))
+    assert hub == []
