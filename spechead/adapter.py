@@ -106,7 +106,7 @@ def _fingerprint(wrapped: Any, digest: str) -> str:
     options = wrapped.active_peft_config.to_dict()
     scaling = {name: options[name] for name in _SCALING if name in options}
     found = hashlib.sha256(digest.encode() + json.dumps(scaling, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(get_peft_model_state_dict(wrapped).items()):
+    for name, tensor in sorted(get_peft_model_state_dict(wrapped, save_embedding_layers=False).items()):
         found.update(f"{name}{tuple(tensor.shape)}".encode())
         found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()

@@ -24,6 +24,8 @@ class TargetConfig:
     """The embedded smollm2-135m, a local folder, or a hub id."""
     adapter: str = ""
     """Folder or hub id of a peft adapter that it carries, merged into its weights."""
+    four_bits: bool = False
+    """Hold its linear layers in 4 bits (needs bitsandbytes); with adapter.peft, this is QLoRA."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of its weights; auto: bfloat16 where the head trains in bf16, else float32."""
     device: str = "auto"
@@ -293,6 +295,8 @@ def check(recipe: Recipe) -> None:
             f"option adapter.peft: the target carries target.adapter {recipe.target.adapter!r} already; "
             "merge that into the target first (peft's merge_and_unload), or leave one of them out"
         )
+    if recipe.target.four_bits and recipe.target.adapter:
+        raise UserError("option target.four_bits: cannot merge target.adapter; merge it into the stored weights first")
     if recipe.optim.patience and not (recipe.data.validation_share and recipe.log.validate_every):
         raise UserError(
             f"option optim.patience: {recipe.optim.patience} counts validations, and there are none before the end: "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib.util
 import inspect
 import os
 from collections.abc import Iterator, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -95,12 +96,14 @@ class Target:
         dtype: str = "float32",
         device: str = "auto",
         trust_remote_code: bool = False,
+        four_bits: bool = False,
         pack: bool = True,
     ) -> Target:
         """Load `smollm2-135m` (embedded), a local folder or a hub id.
 
-        `adapter`: a peft adapter (folder or hub id) to merge into its weights. `pack`: for decoding on a CPU, see
-        packed.py.
+        `adapter`: a peft adapter (folder or hub id) to merge into its weights. `four_bits`: hold the weights of linear
+        layers so (QLoRA, arXiv 2305.14314), computing in `dtype`; the fingerprint stays that of the stored weights.
+        `pack`: for decoding on a CPU, see packed.py.
         """
         transformers_logging.disable_progress_bar()
         chosen = choose_device(device)
@@ -113,9 +116,12 @@ class Target:
         digest = _fingerprint(model)  # of the weights as they are stored
         if adapter:
             digest = _merge(model, adapter, digest)
-        for parameter in model.parameters():  # buffers, such as rotary frequencies, keep their precision
-            parameter.data = parameter.data.to(chosen, DTYPES[dtype])
-        model.to(chosen)
+        if four_bits:
+            model = _in_four_bits(name, DTYPES[dtype], chosen, trust_remote_code)
+        else:
+            for parameter in model.parameters():  # buffers, such as rotary frequencies, keep their precision
+                parameter.data = parameter.data.to(chosen, DTYPES[dtype])
+            model.to(chosen)
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         target = cls(model, tokenizer, name, adapter)
         target.fingerprint = digest
@@ -407,6 +413,21 @@ class _Taps:
             self._kept[layer] = output[0] if isinstance(output, tuple) else output
 
         return keep
+
+
+def _in_four_bits(name: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
+    """The model loaded by bitsandbytes, its linear layers in nf4 but for the output layer."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("option target.four_bits: needs the package bitsandbytes: pip install bitsandbytes")
+    layout = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    with _loading(name):
+        return AutoModelForCausalLM.from_pretrained(
+            _source(name),
+            dtype=dtype,
+            quantization_config=layout,
+            device_map={"": str(device)},
+            trust_remote_code=trust_remote_code,
+        )
 
 
 def _merge(model: PreTrainedModel, adapter: str, digest: str) -> str:

@@ -403,6 +403,7 @@ def _load_target(recipe: Recipe, bf16: bool) -> Target:
     return Target.load(
         recipe.target.name,
         adapter=recipe.target.adapter,
+        four_bits=recipe.target.four_bits,
         dtype=dtype,
         device=recipe.target.device,
         trust_remote_code=recipe.target.trust_remote_code,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -236,3 +237,16 @@ def test_an_adapter_that_cannot_be_loaded_is_refused(folder: Path, medusa: Path,
             Target.load(str(folder / "target"), adapter=str(source))
     with pytest.raises(UserError, match="carries target.adapter"):
         recipe(folder, tmp_path / "run", "medusa", **{"adapter.peft": LORA, "target.adapter": "some"})
+
+
+def test_four_bits_without_the_package_that_knows_them_are_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "bitsandbytes" else found(name)
+    )
+    with pytest.raises(UserError, match="pip install bitsandbytes"):
+        train(recipe(folder, tmp_path / "run", "medusa", **{"target.four_bits": "true"}))
+    with pytest.raises(UserError, match="four_bits: cannot merge"):
+        recipe(folder, tmp_path / "run", "medusa", **{"target.four_bits": "true", "target.adapter": "some"})
