@@ -14,7 +14,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -28,6 +27,7 @@ from typing import Any
 from spechead import embedded
 from spechead.cli import one_line_errors
 from spechead.decoding import ModelOptions
+from spechead.engine import free_port
 from spechead.errors import UserError
 from spechead.export import ExportOptions, export
 from spechead.files import make_folder, shipped, write_json
@@ -79,10 +79,12 @@ def main(argv: Sequence[str]) -> int:
     target = models.load_target()
     asked = questions(spread(read_prompts(shipped(DEFAULT_PROMPTS)), options.prompts), target, models)
     plain = ask(options, target, asked, "plain").texts
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for folder in options.head:
         models.head = folder
         head = models.load_head(target)
+        if head.kind in found:
+            raise UserError(f"head {folder}: is the second of kind {head.kind}; compare it in a run of its own")
         found[head.kind] = compare(options, target, asked, head, folder, plain)
         show(head.kind, found[head.kind])
     if options.json:
@@ -161,7 +163,7 @@ def ask(
 @contextmanager
 def server(python: str, model: str, log: Path, speculation: dict[str, Any] | None) -> Iterator[str]:
     """The address of a vLLM server of one sequence in float32, while it runs."""
-    port = _free_port()
+    port = free_port()
     words = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--dtype", "float32"]
     words += ["--enforce-eager", "--max-num-seqs", "1", "--max-model-len", "2048", "--no-enable-prefix-caching"]
     words += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", "target"]
@@ -241,12 +243,6 @@ def accepted_share(counters: str) -> list[float]:
 def model_folder(target: Target) -> str:
     """Where the server finds the target."""
     return str(embedded.embedded_folder()) if target.base == embedded.NAME else target.base
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

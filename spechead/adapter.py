@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spechead.errors import UserError
+from spechead.errors import UserError, first_line
 from spechead.files import make_folder, reason
 
 FOLDER = "adapter"  # inside the folder of a head that was trained together with it
@@ -32,7 +32,10 @@ def merge(model: Any, source: str, digest: str) -> str:
     """
     from peft import PeftModel
 
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
     wrapped = PeftModel.from_pretrained(model, source)
+    if (model.get_input_embeddings(), model.get_output_embeddings()) != ends and model.config.tie_word_embeddings:
+        raise ValueError("it changes the embeddings or the output layer, which are one and the same in this target")
     if wrapped.active_peft_config.is_prompt_learning:
         raise ValueError(f"adapter {source!r} adds tokens, not weights, and cannot be merged")
     digest = _fingerprint(wrapped, digest)
@@ -47,18 +50,28 @@ class Adapter:
         """`options`: the fields of a peft config, `peft_type` among them. Raises UserError where they do not fit."""
         from peft import get_peft_config, get_peft_model
 
+        if options.get("bias", "none") != "none":
+            raise UserError("option adapter.peft: bias must be none, or the target without the adapter changes, too")
         ends = model.get_input_embeddings(), model.get_output_embeddings()
+        before = _said(model)
         try:
             config = get_peft_config({"peft_type": "LORA", **options})
             if config.is_prompt_learning:
                 raise UserError(f"option adapter.peft: {config.peft_type} adds tokens; take one that adds weights")
             self._wrapped = get_peft_model(model, config)
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"option adapter.peft: {str(error).strip().splitlines()[0]}") from error
+            raise UserError(f"option adapter.peft: {first_line(error)}") from error
         if (model.get_input_embeddings(), model.get_output_embeddings()) != ends:
             raise UserError(
                 "option adapter.peft: the embeddings and the output layer must stay as they are, since heads read "
                 "them; take them out of target_modules and modules_to_save"
+            )
+        with self.off():
+            without = _said(model)
+        if not all(torch.allclose(said, before, rtol=0.05, atol=0.05) for said in (_said(model), without)):
+            raise UserError(
+                "option adapter.peft: a new adapter must change nothing, and the target must be itself without it; "
+                "leave init_lora_weights at its default"
             )
         config.base_model_name_or_path = name
         self.parameters: list[nn.Parameter] = [p for p in self._wrapped.parameters() if p.requires_grad]
@@ -97,6 +110,13 @@ class Adapter:
     def fingerprint(self, digest: str) -> str:
         """What `merge` will give for the model with this adapter as it is now."""
         return _fingerprint(self._wrapped, digest)
+
+
+@torch.no_grad()
+def _said(model: Any) -> Tensor:
+    """What the model says behind a few tokens, [1, 3, V]."""
+    ids = torch.arange(1, 4, device=model.get_input_embeddings().weight.device)[None]
+    return model(input_ids=ids % model.config.get_text_config().vocab_size, use_cache=False).logits.float()
 
 
 def _fingerprint(wrapped: Any, digest: str) -> str:

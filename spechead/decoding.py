@@ -12,7 +12,7 @@ from spechead.drafters.base import Drafter
 from spechead.drafters.draft_model import drafting_dtype
 from spechead.drafters.named import parse_drafter
 from spechead.errors import UserError
-from spechead.formats.native import head_adapter, head_target, head_template_kwargs, load_head
+from spechead.formats.native import head_adapter, head_in_four_bits, head_target, head_template_kwargs, load_head
 from spechead.generate import Speculation
 from spechead.heads import Head
 from spechead.sampling import Sampler
@@ -31,7 +31,8 @@ class ModelOptions:
     target: str = ""
     """Model that decodes: smollm2-135m, a local folder or a hub id. Empty: the head's own."""
     adapter: str = ""
-    """Folder or hub id of a peft adapter to merge into the target. Empty: the one that the head's target carries."""
+    """Folder or hub id of a peft adapter to merge into the target. Empty: without --target, the one that the head's
+    own target carries."""
     max_new_tokens: int = 256
     """Longest answer, in tokens."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -56,7 +57,7 @@ class ModelOptions:
 
     def load_target(self) -> Target:
         name = self.target or head_target(Path(self.head))
-        adapter = self.adapter or (head_adapter(Path(self.head)) if self.head else "")
+        adapter = self.adapter or ("" if self.target else head_adapter(Path(self.head)))
         return Target.load(
             name,
             adapter=adapter,
@@ -67,6 +68,11 @@ class ModelOptions:
 
     def load_head(self, target: Target) -> Head:
         dtype = DTYPES[drafting_dtype(self.draft_dtype, target)]
+        if head_in_four_bits(Path(self.head)):
+            print(
+                f"note: head {self.head} learned from its target in four bits; here the target is in {self.dtype}",
+                file=sys.stderr,
+            )
         return load_head(Path(self.head), target, force=self.force, dtype=dtype)
 
     def load_drafter(self, name: str, target: Target) -> Drafter:

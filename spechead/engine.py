@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spechead.ema import AVERAGE, averages, keep_average
-from spechead.errors import UserError
+from spechead.errors import UserError, first_line
 from spechead.files import flush, make_folder, reason
 
 _STEP = "step-"
@@ -65,7 +65,7 @@ def start(device: torch.device) -> Ranks:
         return Ranks(dist.get_rank(), dist.get_world_size(), device)
     if "RANK" not in os.environ:
         alone = {"RANK": "0", "LOCAL_RANK": str(device.index or 0), "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.update(alone | {"MASTER_PORT": str(_free_port())})
+        os.environ.update(alone | {"MASTER_PORT": str(free_port())})
     _quieten(device)
     import deepspeed
     import deepspeed.ops
@@ -151,6 +151,7 @@ class Engine:
                 "steps_per_print": 1 << 40,
             },
         )
+        self._masters.register_step_post_hook(_not_begun)
         if ema:  # only now, since DeepSpeed may take a step that moves nothing
             keep_average(self._masters, ema)
         self.module, self.accumulation, self._ema = module, accumulation, ema
@@ -242,7 +243,7 @@ class Engine:
             flush(folder / scratch)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             shutil.rmtree(folder / scratch, ignore_errors=True)
-            why = reason(error) if isinstance(error, OSError) else str(error).splitlines()[0]
+            why = reason(error) if isinstance(error, OSError) else first_line(error)
             raise UserError(f"cannot write the checkpoint {folder / name}: {why}") from error
         ranks.barrier()
         if ranks.first:
@@ -262,6 +263,14 @@ class Engine:
         torch.set_rng_state(client["rng"])
         random.setstate(client["python_rng"])
         return client
+
+
+def _not_begun(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A group at a rate of 0 has taken no step: the first it takes must be corrected as a first one is."""
+    for group in optimizer.param_groups:
+        for master in group["params"] if not group["lr"] else ():
+            if "step" in optimizer.state[master]:
+                optimizer.state[master]["step"].zero_()
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -343,7 +352,8 @@ def _read(path: Path, records: Sequence[type] = ()) -> dict[str, Any]:
     return content
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -5,7 +5,7 @@ programs' formats, and "head" alone would not say what is done. Needs the run's 
 and one process however many trained. Knows nothing of what DeepSpeed writes: `engine` reads it.
 """
 
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -14,10 +14,8 @@ from rich.console import Console
 from spechead.engine import checkpoints, saved_masters, step_of
 from spechead.errors import UserError
 from spechead.files import read_json
-from spechead.formats.native import save_head
 from spechead.recipe import Recipe, check_head
-from spechead.target import Target
-from spechead.train import CHECKPOINTS, STARTED, bare_head, head_meta, head_weights, save_adapter
+from spechead.train import CHECKPOINTS, STARTED, bare_head, head_weights, load_target, write_head
 
 
 @dataclass
@@ -35,7 +33,9 @@ class ExtractOptions:
 
 
 def extract_head(options: ExtractOptions) -> Path:
-    """Write the head and return its folder; of the last checkpoint, it is the head that the finished run wrote.
+    """Write the head and return its folder.
+
+    Of the checkpoint that `log.best` chose, it is the head that the finished run wrote.
 
     Raises UserError where the folder is not a run's, has no such checkpoint, or the target is no longer the run's.
     """
@@ -46,18 +46,18 @@ def extract_head(options: ExtractOptions) -> Path:
     out = Path(options.out) if options.out else run / f"head-step-{step}"
     with Console(stderr=True).status("loading the target and the checkpoint"):
         masters = saved_masters(checkpoint)
-        weights = head_weights(masters)
-        target = load_target(recipe, options.trust_remote_code)
+        # on the CPU, since the accelerator may be busy with the run, and only shapes and the fingerprint matter
+        simple = replace(recipe.target, device="cpu", four_bits=False, trust_remote_code=options.trust_remote_code)
+        target = load_target(replace(recipe, target=simple), bf16=False)
     if target.fingerprint != fingerprint:
         raise UserError(f"target {target.name!r} has other weights now than when {run} began: a head fits one alone")
     head = bare_head(recipe, target)
     try:
-        head.load_state_dict(weights)
+        head.load_state_dict(head_weights(masters))
     except RuntimeError as error:
         raise UserError(f"{checkpoint} and {run / STARTED} do not fit: {' '.join(str(error).split())}") from error
-    if recipe.adapter.peft:
-        save_adapter(target.adapt(recipe.adapter.peft), masters, target, out)
-    save_head(head, out, head_meta(recipe, step), weights)
+    adapter = target.adapt(recipe.adapter.peft) if recipe.adapter.peft else None
+    write_head(recipe, step, head, adapter, masters, out)
     print(f"head of step {step}: {out}\nmeasure it:      spechead eval --head {out}")
     return out
 
@@ -89,16 +89,3 @@ def choose(folder: Path, step: int) -> Path:
             f"option step: no checkpoint of step {step} in {folder} (there are {', '.join(map(str, found))})"
         )
     return found[step or max(found)]
-
-
-def load_target(recipe: Recipe, trust_remote_code: bool) -> Target:
-    """On the CPU: the accelerator may be busy with the run, and only the target's shape and fingerprint matter."""
-    dtype = "float32" if recipe.target.dtype == "auto" else recipe.target.dtype
-    return Target.load(
-        recipe.target.name,
-        adapter=recipe.target.adapter,
-        dtype=dtype,
-        device="cpu",
-        trust_remote_code=trust_remote_code,
-        pack=False,
-    )

@@ -26,14 +26,14 @@ from spechead.target import TargetOutput
 
 
 class TrainingModule(nn.Module):
-    """The target's forward without gradient, then the head's training step."""
+    """The frozen target's forward, then the head's training step."""
 
     def __init__(self, head: Head, memory: FeatureMemory) -> None:
         super().__init__()
         self.head, self.memory = head, memory
 
-    def forward(self, batch: Batch, done: float = 1.0) -> tuple[Tensor, Hits]:
-        """The loss summed over supervised positions, when the share `done` of the run's steps is behind."""
+    def forward(self, batch: Batch, progress: float = 1.0) -> tuple[Tensor, Hits]:
+        """The loss summed over supervised positions. `progress`: see `JointModule`."""
         return self.head.training_step(batch, self.remembered(batch))
 
     def remembered(self, batch: Batch) -> TargetOutput:
@@ -70,13 +70,14 @@ class JointModule(TrainingModule):
         super().train(mode)
         return self
 
-    def forward(self, batch: Batch, done: float = 1.0) -> tuple[Tensor, Hits]:
-        if done < self.config.start_share:  # a zero gradient, so that every rank and optimizer sees the same parameters
+    def forward(self, batch: Batch, progress: float = 1.0) -> tuple[Tensor, Hits]:
+        """`progress`: the share of the second stage that is behind; below 0 in the first."""
+        if progress < 0:  # a zero gradient, so that every rank and optimizer sees the same parameters
             loss, hits = self.head.training_step(batch, self.remembered(batch))
             return loss + 0.0 * sum(p.float().sum() for p in self.adapter_parameters), hits
         out = self.target_output(batch, gradient=torch.is_grad_enabled())
         loss, hits = self.head.training_step(batch, out)
-        return head_weight(self.config, done) * loss + self.target_loss(batch, out), hits
+        return head_weight(self.config, progress) * loss + self.target_loss(batch, out), hits
 
     def remembered(self, batch: Batch) -> TargetOutput:
         with self.adapter.off():
@@ -85,22 +86,23 @@ class JointModule(TrainingModule):
     def target_loss(self, batch: Batch, out: TargetOutput) -> Tensor:
         """L_target, summed over the positions that predict a supervised token; for some of them at a time."""
         ids, predicts = ahead(batch, 1)  # [B, T]
-        states, true = out.hidden[predicts], self.remembered(batch).hidden[predicts]  # [n, H]
+        states = out.hidden[predicts]  # [n, H]
+        by_text = self.config.loss == "text"
+        wanted = ids[predicts] if by_text else self.remembered(batch).hidden[predicts]  # [n] or [n, H]
         at_once = max(1, LOGITS_AT_ONCE // self.head.target.vocab_size)
-        parts = zip(*(rows.split(at_once) for rows in (states, ids[predicts], true)), strict=True)
+        parts = zip(states.split(at_once), wanted.split(at_once), strict=True)
         sums = [checkpoint(self._kept_loss, *part, use_reentrant=False) for part in parts]
         return torch.stack(sums).sum() if sums else states.sum()
 
-    def _kept_loss(self, states: Tensor, ids: Tensor, true: Tensor) -> Tensor:  # [n, H], int64 [n], [n, H]
+    def _kept_loss(self, states: Tensor, wanted: Tensor) -> Tensor:
         target = self.head.target
         logits = target.scaled(F.linear(states, *target.output_rows(None)).float())  # [n, V]
         if self.config.loss == "text":
-            return hard_cross_entropy(logits, ids)
-        return soft_cross_entropy(logits, target.logits(true))
+            return hard_cross_entropy(logits, wanted)
+        return soft_cross_entropy(logits, target.logits(wanted))
 
 
-def head_weight(config: AdapterConfig, done: float) -> float:
-    """λ when the share `done` of the run is behind: constant, or rising over the second stage."""
-    progress = (done - config.start_share) / max(1e-9, 1 - config.start_share)
+def head_weight(config: AdapterConfig, progress: float) -> float:
+    """λ when the share `progress` of the second stage is behind: constant, or rising over it."""
     rise = {"constant": 1.0, "linear": progress, "sine": math.sin(math.pi / 2 * progress)}
     return config.head_weight * rise[config.head_schedule]

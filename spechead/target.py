@@ -30,7 +30,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from spechead import attention, embedded
 from spechead.adapter import Adapter, merge
 from spechead.cache import KVCache
-from spechead.errors import UserError
+from spechead.errors import UserError, first_line
 from spechead.packed import can_pack, pack_linears
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -76,6 +76,7 @@ class Target:
         self.packed = False
         self.decoder = _decoder(model)
         self._blocks = _blocks(self.decoder, self.n_layers, name)
+        self.last_block: nn.Module = self._blocks[-1]  # heads start from its weights, before `pack`
         self._output = model.get_output_embeddings()
         self._output_weight, self._output_bias = self._output.weight, getattr(self._output, "bias", None)
         self._held_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
@@ -116,6 +117,7 @@ class Target:
         digest = _fingerprint(model)  # of the weights as they are stored
         if adapter:
             digest = _merge(model, adapter, digest)
+        stored = model
         if four_bits:
             model = _in_four_bits(name, DTYPES[dtype], chosen, trust_remote_code)
         else:
@@ -125,6 +127,8 @@ class Target:
         tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
         target = cls(model, tokenizer, name, adapter)
         target.fingerprint = digest
+        if four_bits:
+            target.last_block = _blocks(_decoder(stored), target.n_layers, name)[-1].to(chosen)
         if pack:
             target.pack()
         return target
@@ -273,11 +277,6 @@ class Target:
         """What the config says of rotary positions (of full-attention layers, where there are two kinds)."""
         rope = getattr(self.config, "rope_parameters", None) or {}
         return dict(rope.get("full_attention", rope))
-
-    @property
-    def last_block(self) -> nn.Module:
-        """The last decoder layer, for heads that start from its weights (only before `pack`)."""
-        return self._blocks[-1]
 
     def norm_weight(self, norm: nn.Module | None) -> Tensor | None:
         """The weight [H] that an RMSNorm in effect multiplies by (Gemma stores it less one); None for other norms."""
@@ -437,8 +436,7 @@ def _merge(model: PreTrainedModel, adapter: str, digest: str) -> str:
     try:
         return merge(model, adapter, digest)
     except Exception as error:  # whatever peft and safetensors make of files that are not theirs
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"adapter {adapter!r} cannot be loaded into this target: {first}") from error
+        raise UserError(f"adapter {adapter!r} cannot be loaded into this target: {first_line(error)}") from error
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
@@ -457,9 +455,8 @@ def _loading(name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, ImportError, KeyError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         known = "" if Path(name).is_dir() else f" (a folder, a hub id or {embedded.NAME!r} is expected)"
-        raise UserError(f"target {name!r} cannot be loaded{known}: {first}") from error
+        raise UserError(f"target {name!r} cannot be loaded{known}: {first_line(error)}") from error
 
 
 def native_bfloat16(device: torch.device) -> bool:

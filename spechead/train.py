@@ -1,4 +1,4 @@
-"""Train a head on a frozen target: one loop, read from top to bottom.
+"""Train a head on a target: one loop, read from top to bottom.
 
 Knows nothing of any particular head, and nothing of DeepSpeed beyond `engine`.
 
@@ -7,9 +7,9 @@ Legend: B rows, T tokens, K depths.
 
 from __future__ import annotations
 
-import math
 import platform
 import random
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,10 +28,10 @@ from spechead.dataset import (
     build_samples,
     collate,
     draft_vocabulary,
+    foreign_warning,
     plan_step,
     read_conversations,
     split_validation,
-    written_by,
 )
 from spechead.engine import Engine, Group, Ranks, checkpoints, learning_rate_factor, start, step_of
 from spechead.errors import UserError
@@ -95,7 +95,7 @@ def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
     accumulation = recipe.optim.accumulation(ranks.world)
     device = choose_device(recipe.target.device)
     bf16 = _bf16(recipe.engine.precision, device)
-    target = _load_target(recipe, bf16)
+    target = load_target(recipe, bf16)
     torch.manual_seed(recipe.seed)  # behind the loading, which may draw numbers
     random.seed(recipe.seed)
     training, validation, dropped = load_data(recipe, target, ranks)
@@ -139,7 +139,13 @@ def groups(recipe: Recipe, total: int, head: Head, adapter: Adapter | None) -> l
 
 def steps_alone(recipe: Recipe, total: int) -> int:
     """Steps that train the head alone, before an adapter is trained with it; 0 without one."""
-    return math.ceil(recipe.adapter.start_share * total) if recipe.adapter.peft else 0
+    return min(total - 1, round(recipe.adapter.start_share * total)) if recipe.adapter.peft else 0
+
+
+def progress_of(run: Run, step: int) -> float:
+    """The share of the steps that train head and adapter together that is behind before `step`; below 0 until then."""
+    alone = steps_alone(run.recipe, run.total)
+    return (step - 1 - alone) / (run.total - alone)
 
 
 def fit(run: Run) -> Standing:
@@ -158,7 +164,7 @@ def fit(run: Run) -> Standing:
             progress.advance(note=window.note)
             validated = {}
             if run.validation and _due(now.step, every.validate_every, run.total):
-                validated = validate(run)
+                validated = validate(run, now.step)
                 if now.step > steps_alone(run.recipe, run.total):  # before, it is another target's head
                     now.validations.append((now.step, validated["acceptance_length"]))
             last = now.step == run.total or now.over(patience)
@@ -177,9 +183,11 @@ def train_step(run: Run, now: Standing, window: Window) -> None:
     """One optimizer step: plan its samples, take them forward and backward in micro steps, move the weights."""
     began, step = time.monotonic(), now.step + 1
     batches = micro_batches(run, step)
+    if run.adapter is not None:  # dropout is the same after a resume, and another on each rank
+        torch.manual_seed((run.recipe.seed * run.total + step) * run.ranks.world + run.ranks.rank)
     supervised = int(run.ranks.sum(torch.tensor(sum(int(b.supervised.sum()) for b in batches))))
     for batch in batches:
-        loss, hits = run.engine(batch, now.step / run.total)
+        loss, hits = run.engine(batch, progress_of(run, step))
         _refuse_not_finite(loss, step, batch, run.head)
         run.engine.backward(loss / supervised)
         run.engine.step()
@@ -197,7 +205,7 @@ def resume(run: Run) -> Standing:
     if step == 0:
         return Standing()
     state = run.engine.load(run.out / CHECKPOINTS, step)
-    return Standing(state["step"], state["tokens"], state["validations"])
+    return Standing(state["step"], state["tokens"], state.get("validations", []))
 
 
 def claim(recipe: Recipe, out: Path, ranks: Ranks, facts: dict[str, Any]) -> None:
@@ -280,14 +288,14 @@ class Window:
 
 
 @torch.no_grad()
-def validate(run: Run) -> dict[str, float]:
+def validate(run: Run, step: int) -> dict[str, float]:
     """The window's numbers over the held-out samples, with the averaged weights where the recipe keeps them."""
     run.engine.train(False)
     window = Window(run.head)
     with run.engine.averaged():
         for sample in run.validation[run.ranks.rank :: run.ranks.world]:
             batch = collate([sample], run.recipe.data.max_length).to(run.device)
-            loss, hits = run.engine.module(batch)
+            loss, hits = run.engine.module(batch, progress_of(run, step))
             window.add(loss, hits, batch)
     run.engine.train(True)
     return window.values(run.ranks)
@@ -297,13 +305,10 @@ def finish(run: Run, now: Standing) -> Path:
     """Write the head, the curve, and what the head came from."""
     step = settle(run, now)
     masters = run.engine.master_weights()
-    weights = head_weights(masters)
     folder = run.out / "head"
     if run.ranks.first:
         recipe = run.recipe
-        if run.adapter is not None:
-            save_adapter(run.adapter, masters, run.head.target, folder)
-        save_head(run.head, folder, head_meta(recipe, step), weights)
+        write_head(recipe, step, run.head, run.adapter, masters, folder)
         plot_curve(run.out)
         provenance = {
             "recipe": recipe.to_dict(),
@@ -335,16 +340,27 @@ def head_weights(masters: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name.removeprefix("head."): tensor for name, tensor in masters.items() if name.startswith("head.")}
 
 
-def save_adapter(adapter: Adapter, masters: dict[str, Tensor], target: Target, folder: Path) -> None:
-    """Write the adapter beside the head in `folder`, and make `target` the one that the head is for from now on."""
-    adapter.load([tensor for name, tensor in masters.items() if name.startswith("adapter_parameters.")])
-    adapter.save(folder / FOLDER)
-    target.fingerprint = adapter.fingerprint(target.fingerprint)
+def write_head(
+    recipe: Recipe, step: int, head: Head, adapter: Adapter | None, masters: dict[str, Tensor], folder: Path
+) -> None:
+    """Write the head with the weights after `step`, and beside it the adapter that was trained with it.
+
+    The head is then for the target that carries the adapter, and `head.target` becomes that one.
+    """
+    if adapter is None:
+        shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of another run
+    else:
+        adapter.load([tensor for name, tensor in masters.items() if name.startswith("adapter_parameters.")])
+        adapter.save(folder / FOLDER)
+        head.target.fingerprint = adapter.fingerprint(head.target.fingerprint)
+    save_head(head, folder, head_meta(recipe, step), head_weights(masters))
 
 
 def head_meta(recipe: Recipe, steps: int) -> dict[str, Any]:
     """What a head's file says of the training behind it."""
-    return {"data": recipe.data.train, "steps": steps, "template_kwargs": recipe.target.template_kwargs}
+    target = recipe.target
+    meta = {"data": recipe.data.train, "steps": steps, "template_kwargs": target.template_kwargs}
+    return meta | ({"four_bits": True} if target.four_bits else {})
 
 
 def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> tuple[list[Sample], list[Sample], dict[str, int]]:
@@ -358,12 +374,8 @@ def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> tuple[list[Sample
                 print(f"data: {warning} (option target.template_kwargs)")
         for why, count in samples.dropped.items():
             print(f"data: {count} of {len(conversations)} conversations {why}")
-        foreign = len(conversations) - written_by(conversations)[target.name]
-        if foreign:
-            print(
-                f"data: {foreign} of {len(conversations)} answers are not marked as written by {target.name}; "
-                "a head learns most from the target's own answers (spechead data synthesize)"
-            )
+        if warning := foreign_warning(conversations, target.name):
+            print(f"data: {warning}; a head learns most from the target's own answers (spechead data synthesize)")
     training, validation = split_validation(samples.items, recipe.data.validation_share, recipe.seed)
     if not training:
         raise UserError(f"data.train {recipe.data.train}: no conversation is left to train on")
@@ -396,7 +408,7 @@ def make_head(recipe: Recipe, target: Target, training: Sequence[Sample]) -> Hea
     return head
 
 
-def _load_target(recipe: Recipe, bf16: bool) -> Target:
+def load_target(recipe: Recipe, bf16: bool) -> Target:
     dtype = recipe.target.dtype
     if dtype == "auto":
         dtype = "bfloat16" if bf16 else "float32"

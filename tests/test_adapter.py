@@ -96,27 +96,52 @@ def test_head_and_adapter_train_save_reload_and_decode_losslessly(kind: str, fol
     assert config["base_model_name_or_path"] == str(folder / "target")
 
 
+def test_a_target_asked_for_by_name_gets_no_adapter_unasked(medusa: Path, folder: Path, tmp_path: Path) -> None:
+    adapter = medusa / "head" / "adapter"
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "target"), adapter)
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    Target.load(str(folder / "target")).tokenizer.save_pretrained(tmp_path / "merged")
+    merged = DecodingOptions(head=str(medusa / "head"), target=str(tmp_path / "merged"), force=True)
+    target = merged.load_target()
+    assert torch.allclose(target.logits(target.forward(IDS).hidden), stock(folder, adapter), atol=1e-4)
+    assert merged.load_head(target).kind == "medusa"
+    both = DecodingOptions(head=str(medusa / "head"), target=str(folder / "target"), adapter=str(adapter))
+    assert both.load_head(both.load_target()).kind == "medusa"
+
+
+def test_a_head_written_over_another_loses_the_adapter_of_that(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    (out / "head" / "adapter").mkdir(parents=True)
+    train(recipe(folder, out, "medusa"))
+    assert not (out / "head" / "adapter").exists()
+
+
 def test_the_head_does_not_fit_the_target_without_the_adapter(medusa: Path, folder: Path) -> None:
     target = Target.load(str(folder / "target"))
-    with pytest.raises(UserError, match="was trained for"):
+    with pytest.raises(UserError, match="was trained for .* with the adapter"):
         DecodingOptions(head=str(medusa / "head")).load_head(target)
 
 
 def test_the_first_stage_leaves_the_adapter_alone_and_the_second_moves_all_of_it(folder: Path, tmp_path: Path) -> None:
-    for steps, moved in ((4, False), (5, True)):
-        out = tmp_path / f"{steps}"
-        train(
-            recipe(
-                folder,
-                out,
-                "medusa",
-                **JOINT,
-                **{"optim.steps": steps, "adapter.start_share": 0.8, "log.best": "false"},
-            )
-        )
-        for name, tensor in adapter_of(out).items():
+    changes = {"optim.steps": 5, "adapter.start_share": 0.8, "log.checkpoint_every": 4}
+    train(recipe(folder, tmp_path / "run", "medusa", **JOINT | changes))
+    for step, moved in ((4, False), (5, True)):
+        extract_head(ExtractOptions(str(tmp_path / "run"), step=step, out=str(tmp_path / f"{step}" / "head")))
+        for name, tensor in adapter_of(tmp_path / f"{step}").items():
             if "lora_B" in name:  # zero until it is trained
                 assert bool(tensor.any()) is moved, name
+
+
+@pytest.mark.parametrize("zero,precision", [(0, "float32"), (2, "bf16")])
+def test_the_adapters_first_step_is_as_long_as_its_rate(
+    zero: int, precision: str, folder: Path, tmp_path: Path
+) -> None:
+    """However many steps the head was trained alone."""
+    changes = {"optim.steps": 40, "adapter.start_share": 0.975, "optim.warmup_share": 0, "log.best": "false"}
+    changes |= {"engine.zero_stage": zero, "engine.precision": precision, "adapter.loss": "text"}
+    train(recipe(folder, tmp_path / "run", "medusa", **JOINT | changes))
+    moved = [float(tensor.abs().max()) for name, tensor in adapter_of(tmp_path / "run").items() if "lora_B" in name]
+    assert max(moved) == pytest.approx(0.01, rel=0.05)
 
 
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
@@ -202,10 +227,7 @@ def test_a_head_trains_on_a_target_with_an_adapter_as_on_the_merged_model(
 
 def test_the_heads_share_of_the_loss_comes_in_as_asked() -> None:
     weigh = [
-        [
-            round(head_weight(AdapterConfig(head_weight=0.5, start_share=0.5, head_schedule=how), done), 4)
-            for done in (0.5, 0.75, 1)
-        ]
+        [round(head_weight(AdapterConfig(head_weight=0.5, head_schedule=how), done), 4) for done in (0, 0.5, 1)]
         for how in ("constant", "linear", "sine")
     ]
     assert weigh == [[0.5, 0.5, 0.5], [0.0, 0.25, 0.5], [0.0, 0.3536, 0.5]]
@@ -219,6 +241,9 @@ def test_the_heads_share_of_the_loss_comes_in_as_asked() -> None:
         ("{r: 4, target_modules: [no_such]}", "no_such"),
         ("{peft_type: PROMPT_TUNING, num_virtual_tokens: 4}", "tokens"),
         ("{r: 4, target_modules: [lm_head]}", "output layer"),
+        ("{r: 4, target_modules: all-linear, bias: all}", "bias"),
+        ("{r: 4, target_modules: all-linear, init_lora_weights: false}", "change nothing"),
+        ("{r: 4, target_modules: all-linear, init_lora_weights: olora}", "change nothing"),
         ("{r: 4, target_modules: [q_proj], modules_to_save: [embed_tokens]}", "output layer"),
     ],
 )

@@ -1,6 +1,6 @@
 """spechead's own format: `model.safetensors` with the head's tensors alone, and `config.json`.
 
-The only file that touches safetensors. Knows nothing of training.
+Knows nothing of training, and nothing of other formats.
 """
 
 from __future__ import annotations
@@ -62,9 +62,11 @@ def load_head(folder: Path, target: Target, *, force: bool = False, dtype: torch
     """
     config = _read_config(folder)
     if config["target"]["fingerprint"] != target.fingerprint and not force:
+        carried = head_adapter(folder)
         raise UserError(
-            f"head {folder} was trained for target {config['target']['name']!r}; the weights of {target.name!r} "
-            "differ. Use that target, or --force to try it all the same"
+            f"head {folder} was trained for target {config['target']['name']!r}"
+            f"{f' with the adapter {carried}' if carried else ''}; the weights of {target.name!r} differ. "
+            "Use that target, or --force to try it all the same"
         )
     kind = HEADS[config["kind"]]
     head = kind(_head_config(folder, config), target)
@@ -91,6 +93,11 @@ def head_adapter(folder: Path) -> str:
     """The adapter that the head's target carries: the one trained with it, else the one it was given; "" for none."""
     beside = folder / ADAPTER
     return str(beside) if beside.is_dir() else str(_read_config(folder)["target"].get("adapter", ""))
+
+
+def head_in_four_bits(folder: Path) -> bool:
+    """Whether the head learned from a target held in four bits."""
+    return bool(_read_config(folder).get("meta", {}).get("four_bits", False))
 
 
 def head_template_kwargs(folder: Path) -> dict[str, Any]:

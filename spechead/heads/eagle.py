@@ -114,7 +114,7 @@ class Eagle(UnrolledHead):
         c = self.config
         judge = Judge(self, batch, out, Loss(self._distillation))
         predicts = ahead(batch, 1)[1]  # [B, T]
-        features = TrueRows(predicts, out.hidden[predicts])  # of [n, H]
+        features = TrueRows(predicts, out.hidden[predicts].detach())  # of [n, H]
         loss = out.hidden.new_zeros((), dtype=torch.float32)
         unrolled = self.unroll(batch, self._noisy(self.start(out), batch), c.steps, c.detach_steps)
         for step, hidden in enumerate(unrolled):  # [B, T, H]
