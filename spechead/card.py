@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spechead.files import write_text
-from spechead.report import main_suite, number, with_interval
+from spechead.report import identical, is_lossy, main_suite, named, number, verdict, with_interval
 
 _WORDS = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "medusa": "Medusa"}
 
@@ -67,17 +67,17 @@ def _results(report: Mapping[str, Any] | None) -> list[str]:
     name, entry = main_suite(dict(report))
     length = with_interval(entry.get("acceptance_length"), entry.get("acceptance_length_ci"))
     speed = with_interval(entry.get("speedup"), entry.get("speedup_ci"), "x")
-    same = entry.get("lossless") or {}
+    plain, fast = (number(entry.get(f"{way}_tokens_per_s"), 1) for way in ("plain", "speculative"))
     machine = report.get("machine", {})
-    return [
+    lines = [
         f"Measured by spechead itself on {entry.get('prompts')} prompts ({name}), {report.get('dtype')}, "
         f"{machine.get('processor', report.get('device'))}; a server's own speed differs.",
         "",
         "| drafts | tokens per pass [95 %] | speed-up [95 %] | tokens/s plain -> speculative | text identical |",
         "|---|---|---|---|---|",
-        f"| {entry.get('tree')} | {length} | {speed} | {number(entry.get('plain_tokens_per_s'), 1)} -> "
-        f"{number(entry.get('speculative_tokens_per_s'), 1)} | {same.get('equal', '-')}/{same.get('checked', '-')} |",
+        f"| {named(str(entry.get('tree')), entry)} | {length} | {speed} | {plain} -> {fast} | {identical(entry)} |",
     ]
+    return [*lines, "", f"**{verdict(entry)[1]}.**"] if is_lossy(entry) else lines
 
 
 def _last_parts(data: Any) -> str:

@@ -12,10 +12,12 @@ import copy
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from spechead.chance import Seeded
@@ -285,11 +287,16 @@ def drafted(head: Head, target: Target, text: Tensor, count: int) -> tuple[list[
 
 
 def _in_precision(head: Head, served: Served) -> Head:
-    """The head with its weights rounded as the files' are; computes in float32."""
+    """The head with its weights, and the embedding that comes with them, rounded as the files' are; computes in
+    float32."""
     state = {}
     for name, ours in head.state_dict().items():
         theirs = served.tensors.get(name, ours)
         state[name] = ours.to(theirs.dtype).to(ours.dtype)
-    twin = type(head)(copy.deepcopy(head.config), head.target)
+    target = head.target
+    if served.embedding is not None:
+        target = copy.copy(target)
+        target.embed = partial(F.embedding, weight=served.embedding.float())  # type: ignore[method-assign]
+    twin = type(head)(copy.deepcopy(head.config), target)
     twin.load_state_dict(state)
     return twin.to(head.dtype).eval().requires_grad_(False)

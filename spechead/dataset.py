@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from spechead import chat
-from spechead.errors import UserError
+from spechead.errors import UserError, first_line
 from spechead.files import reason
 
 HUB_PREFIX = "hf:"
@@ -112,8 +112,7 @@ def read_hub(source: str, limit: int = 0) -> list[Conversation]:
     try:
         rows = load_dataset(name, split=split)
     except Exception as error:  # its many error classes have no common base
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"dataset {source} cannot be loaded: {first}") from error
+        raise UserError(f"dataset {source} cannot be loaded: {first_line(error)}") from error
     count = min(limit, len(rows)) if limit else len(rows)
     return [check_conversation(rows[i], f"{source} row {i}") for i in range(count)]
 
@@ -140,6 +139,12 @@ def check_conversation(row: Any, where: str) -> Conversation:
 def written_by(conversations: Sequence[Conversation]) -> Counter[str]:
     """Which target wrote how many of the conversations; the empty name is for those that do not say."""
     return Counter(str((row.get("meta") or {}).get("target") or "") for row in conversations)
+
+
+def foreign_warning(conversations: Sequence[Conversation], target: str) -> str:
+    """How many of the conversations are not marked as written by `target`; empty where all are."""
+    foreign = len(conversations) - written_by(conversations)[target]
+    return f"{foreign} of {len(conversations)} answers are not marked as written by {target}" if foreign else ""
 
 
 # ------------------------------------------------------------------------------------------------ samples

@@ -6,6 +6,8 @@ does before the folder gets its name. Knows nothing of how a format writes itsel
 
 from __future__ import annotations
 
+import shlex
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ from spechead import embedded
 from spechead.card import write_card
 from spechead.check_export import check_folder
 from spechead.errors import UserError
+from spechead.evaluate import default_folder
 from spechead.files import read_json, write_json
 from spechead.formats.carried import About
-from spechead.formats.folder import CONFIG, RECORD, new_folder
+from spechead.formats.folder import CARD, CONFIG, RECORD, new_folder
 from spechead.formats.foreign import format_of
 from spechead.formats.native import head_adapter, head_target, load_head
 from spechead.formats.record import make_record
@@ -45,7 +48,7 @@ class ExportOptions:
     dtype: str = "auto"
     """Of the written floats: float32, bfloat16, float16. auto: that of the target's files."""
     report: str = ""
-    """report.json of `spechead eval`, for the model card. Empty: eval/report.json beside the head, if there is one."""
+    """report.json of `spechead eval` on this head, for the model card. Empty: the one where eval writes it, if any."""
     license: str = ""
     """For the model card, such as apache-2.0; empty: left open."""
     force: bool = False
@@ -76,7 +79,7 @@ def export(options: ExportOptions) -> Path:
     meta = dict(read_json(folder / CONFIG).get("meta", {}))
     command = write_export(head, options.to, out, about, meta, _report(options), options.license)
     print(f"{head.kind} head for {format_of(options.to).SERVER}: {out}\n\nserve it:\n{command}\n")
-    print(f"check it later:  spechead check {out} --target {name} --head {folder}")
+    print(f"check it later:  {_check_command(options, name)}")
     return out
 
 
@@ -97,7 +100,7 @@ def write_export(
         write_json(folder / RECORD, make_record(head, to, about, folder))
         options = {name: value for name, value in asdict(head.config).items() if value not in ("", None)}
         write_card(
-            folder / "README.md",
+            folder / CARD,
             head.kind,
             about.target_id,
             form.SERVER,
@@ -113,6 +116,13 @@ def write_export(
     return form.serve(head, str(out), about)
 
 
+def _check_command(options: ExportOptions, name: str) -> str:
+    """With the options that this export needed."""
+    words = ["spechead", "check", options.out, "--target", name, "--head", options.head]
+    words += [f"--{flag.replace('_', '-')}" for flag in ("force", "trust_remote_code") if getattr(options, flag)]
+    return shlex.join(words)
+
+
 def _target_id(options: ExportOptions, name: str) -> str:
     """The target's public name; a folder of this machine is none."""
     if options.target_id:
@@ -121,15 +131,11 @@ def _target_id(options: ExportOptions, name: str) -> str:
         return embedded.HUB_ID
     if not Path(name).is_dir():
         return name
-    if options.to in NAMED:
+    if format_of(options.to).NAMES_TARGET:
         raise UserError(
             f"{options.to} files name their target, and {name} is a folder of this machine: give --target-id"
         )
     return Path(name).resolve().name
-
-
-NAMED = ("medusa", "tgi", "speculators")
-"""Formats whose files name the target that is loaded with them."""
 
 
 def _dtype(options: ExportOptions, target: Target) -> torch.dtype:
@@ -146,10 +152,28 @@ def _gguf(options: ExportOptions, name: str) -> Path | None:
 
 
 def _report(options: ExportOptions) -> dict[str, Any] | None:
-    path = Path(options.report) if options.report else Path(options.head).parent / "eval" / "report.json"
+    """The report for the card; of another head's, one that was asked for is refused and one that lies there is not
+    shown."""
+    head = Path(options.head)
+    path = Path(options.report) if options.report else default_folder(head) / "report.json"
     if not options.report and not path.is_file():
         return None
     report = read_json(path)
-    if not isinstance(report, dict) or not report.get("suites"):
+    if not _is_report(report):
         raise UserError(f"option report: {path} is no report of spechead eval")
-    return report
+    told = report.get("head") or ""
+    if told and Path(told).resolve() == head.resolve():
+        return dict(report)
+    wrong = f"{path} measures {f'the head {told}' if told else 'no head'}, not {head}"
+    if options.report:
+        raise UserError(f"option report: {wrong}; measure this one: spechead eval --head {head}")
+    print(f"the card shows no report: {wrong}", file=sys.stderr)
+    return None
+
+
+def _is_report(value: Any) -> bool:
+    """Whether a file holds what the card reads: suites, the first of which says how its text was compared."""
+    suites = value.get("suites") if isinstance(value, dict) else None
+    entry = next(iter(suites.values()), None) if isinstance(suites, dict) else None
+    compared = entry.get("lossless") if isinstance(entry, dict) else None
+    return isinstance(compared, dict) and {"equal", "checked"} <= compared.keys()

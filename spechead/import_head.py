@@ -5,12 +5,14 @@ Knows nothing of what each format's files look like.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
 from spechead.errors import UserError
 from spechead.formats.foreign import detect, format_of, read_head
 from spechead.formats.native import save_head
+from spechead.formats.record import read_record
 from spechead.target import Target
 
 
@@ -26,6 +28,8 @@ class ImportOptions:
     """Folder to write the head to."""
     format: str = ""
     """Whose form it is: vllm, sglang, eagle, medusa, speculators, tgi, trtllm, llama.cpp. Empty: what it looks like."""
+    force: bool = False
+    """Import although the export was made for a target of other weights."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target's files."""
 
@@ -51,10 +55,23 @@ def import_head(options: ImportOptions) -> Path:
     target = Target.load(
         options.target, dtype="float32", device="cpu", trust_remote_code=options.trust_remote_code, pack=False
     )
+    if not options.force:
+        _check_target(folder, target)
     try:
         _, head = read_head(name, folder, target)
     except UserError as error:
         raise UserError(f"{folder} as {name}: {error}") from error
     save_head(head, out, {"imported_from": name})
-    print(f"{head.kind} head: {out}\nmeasure it:      spechead eval --head {out}")
+    trust = " --trust-remote-code" if options.trust_remote_code else ""
+    print(f"{head.kind} head: {out}\nmeasure it:      spechead eval --head {shlex.quote(str(out))}{trust}")
     return out
+
+
+def _check_target(folder: Path, target: Target) -> None:
+    """Refuse an export that says it is for another target. Files of other programs say nothing of weights."""
+    record = read_record(folder)
+    if record is not None and record["target"]["fingerprint"] != target.fingerprint:
+        raise UserError(
+            f"{folder} was exported for target {record['target']['name']!r}; the weights of {target.name!r} differ. "
+            "Use that target, or --force to import it all the same"
+        )

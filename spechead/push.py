@@ -10,8 +10,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from spechead.errors import UserError
-from spechead.formats.folder import CONFIG, PICKLED, RECORD, absolute_paths, read_config
+from spechead.errors import UserError, first_line
+from spechead.formats.folder import CARD, CONFIG, PICKLED, RECORD, absolute_paths, read_config
 from spechead.formats.record import differences, read_record
 
 _NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
@@ -52,15 +52,25 @@ def push(options: PushOptions) -> None:
     try:
         api = HfApi()
         api.create_repo(options.repo, private=options.private, exist_ok=True)
+        _check_visibility(api.repo_info(options.repo).private, options)  # one that was there stays as it was
         api.upload_folder(folder_path=folder, repo_id=options.repo, allow_patterns=[path.name for path in files])
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"cannot upload to {options.repo}: {first} (`hf auth login` logs in)") from error
+        raise UserError(f"cannot upload to {options.repo}: {first_line(error)} (`hf auth login` logs in)") from error
     print(f"uploaded {len(files)} files, {size / 1e6:.2f} MB: https://huggingface.co/{options.repo} ({kind})")
 
 
+def _check_visibility(private: bool | None, options: PushOptions) -> None:
+    """Refuse before anything is uploaded where others may read what was meant for the owner alone, or cannot."""
+    if private is not options.private:
+        found, flag = ("private", "--private") if private else ("public", "--no-private")
+        raise UserError(
+            f"repository {options.repo} is {found}: give {flag}, or another repository; nothing is uploaded"
+        )
+
+
 def publishable(folder: Path) -> list[Path]:
-    """The files of an export that is as it was written; UserError where it is not, or says too much."""
+    """The files of an export that is as it was written, with nothing beside them; UserError where it is not so, or
+    where they say too much."""
     if not folder.is_dir():
         raise UserError(f"no folder {folder}")
     record = read_record(folder)
@@ -69,6 +79,9 @@ def publishable(folder: Path) -> list[Path]:
     files = sorted(folder.iterdir())
     if odd := [path.name for path in files if path.suffix in PICKLED or path.is_symlink() or not path.is_file()]:
         raise UserError(f"{folder} holds {', '.join(odd)}: only plain files without pickles are uploaded")
+    exported = {*record["files"], RECORD, CARD}
+    if foreign := [path.name for path in files if path.name not in exported]:
+        raise UserError(f"{folder} holds {', '.join(foreign)}: not of the export; move it elsewhere")
     if changed := differences(record["files"], folder, "it was exported", "it is not the export's"):
         raise UserError(f"{folder} is not what was exported: {changed[0]}")
     config = read_config(folder / CONFIG) if (folder / CONFIG).is_file() else {}

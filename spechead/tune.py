@@ -24,7 +24,14 @@ from torch import Tensor
 
 from spechead import metrics
 from spechead.chance import Seeded
-from spechead.dataset import Sample, build_samples, read_conversations, split_validation, written_by
+from spechead.dataset import (
+    Conversation,
+    Sample,
+    build_samples,
+    foreign_warning,
+    read_conversations,
+    split_validation,
+)
 from spechead.decoding import ModelOptions
 from spechead.errors import UserError
 from spechead.files import shipped
@@ -108,7 +115,7 @@ def tune(options: TuneOptions) -> Candidate:
     costs = None if options.nodes else measure_costs(head, texts, options.depth)
     current = candidate(CURRENT, head.tree, tokens_per_pass(accepted_now(head, texts)), costs)
     sizes = [options.nodes] if options.nodes else [size - 1 for size in SIZES if 1 < size <= target.max_positions]
-    trees = [best_tree(name, answers, size, options.depth, costs) for name in METHODS for size in sizes]
+    trees = [tree for name in METHODS for tree in best_trees(name, answers, sizes, options.depth, costs)]
     found = list({(tree.name, tree.plan): tree for tree in trees}.values())  # of few answers come small trees only
     best = max(found, key=lambda tree: tree.merit)
     show(head, [current, *found], best, len(texts), sum(map(len, answers)))
@@ -139,20 +146,23 @@ def calibration_texts(options: TuneOptions, target: Target) -> list[Sample]:
     if options.prompts:
         return _answered(read_prompts(Path(options.prompts)), options, target)
     if options.data:
-        return _of_conversations(options.data, options, target)[: options.limit]
-    config, source = DataConfig(), str(shipped("data/sample.jsonl"))
-    texts = _of_conversations(source, options, target)
-    held_out = split_validation(texts, config.validation_share, seed=0)[1][: options.limit]
-    conversations = read_conversations(source)
-    if written_by([conversations[text.row] for text in held_out])[target.name] == len(held_out):
+        conversations = read_conversations(options.data)
+        texts = _samples(conversations, options, target)[: options.limit]
+        if warning := foreign_warning([conversations[text.row] for text in texts], target.name):
+            print(f"data: {warning}; the tree is chosen for texts that it may not write", file=sys.stderr)
+        return texts
+    conversations = read_conversations(str(shipped("data/sample.jsonl")))
+    texts = _samples(conversations, options, target)
+    held_out = split_validation(texts, DataConfig().validation_share, seed=0)[1][: options.limit]
+    if not foreign_warning([conversations[text.row] for text in held_out], target.name):
         return held_out
     first = [next(m["content"] for m in conversations[t.row]["messages"] if m["role"] == "user") for t in held_out]
     return _answered([Prompt(number, "sample", text) for number, text in enumerate(first)], options, target)
 
 
-def _of_conversations(source: str, options: TuneOptions, target: Target) -> list[Sample]:
+def _samples(conversations: Sequence[Conversation], options: TuneOptions, target: Target) -> list[Sample]:
     length = min(DataConfig().max_length, target.max_positions)
-    return build_samples(read_conversations(source), target.tokenizer, length, options.template()).items
+    return build_samples(conversations, target.tokenizer, length, options.template()).items
 
 
 def _answered(prompts: Sequence[Prompt], options: TuneOptions, target: Target) -> list[Sample]:
@@ -319,22 +329,30 @@ def tokens_per_pass(found: Sequence[Sequence[int]]) -> float:
     return tokens / begun
 
 
-def best_tree(name: str, answers: Sequence[Answer], nodes: int, depth: int, costs: Costs | None) -> Candidate:
-    """The fastest tree of `nodes` drafts by one method, of all depths; without costs, that of most tokens a pass.
+def best_trees(
+    name: str, answers: Sequence[Answer], sizes: Sequence[int], depth: int, costs: Costs | None
+) -> list[Candidate]:
+    """The fastest tree of each of `sizes` drafts by one method, of all depths; without costs, that of most tokens a
+    pass.
 
     Told is what trees chosen on one half of the answers do on the other; the tree itself is chosen on all of them.
     """
     halves = answers[::2], answers[1::2]
-    found = []
+    values = [METHODS[name]([path for answer in part for path in answer]) for part in (answers, *halves)]
+    found: dict[int, list[Candidate]] = {size: [] for size in sizes}
     for deepest in range(1, min(depth, max(len(path) for answer in answers for path in answer)) + 1):
-        value, *values = (METHODS[name]([p for a in part for p in a]) for part in (answers, *halves))
-        chosen = best_nodes(value, nodes, deepest)
+        chosen, *others = (best_nodes(value, max(sizes), deepest) for value in values)
         if not chosen:
             raise UserError("the head drafts no token of these texts right: train it first, or give other texts")
-        trees = [set(best_nodes(v, nodes, deepest)) for v in values]
-        judged = [[accepted(t, path) for path in a] for t, half in zip(trees, halves[::-1], strict=True) for a in half]
-        found.append(candidate(name, Static(tuple(chosen)), tokens_per_pass(judged), costs))
-    return max(found, key=lambda tree: tree.merit)
+        for size in sizes:  # the first n nodes are the best tree of n
+            trees = [set(nodes[:size]) for nodes in others]
+            judged = [
+                [accepted(tree, path) for path in answer]
+                for tree, half in zip(trees, halves[::-1], strict=True)
+                for answer in half
+            ]
+            found[size].append(candidate(name, Static(tuple(chosen[:size])), tokens_per_pass(judged), costs))
+    return [max(candidates, key=lambda tree: tree.merit) for candidates in found.values()]
 
 
 # ------------------------------------------------------------------------------------------------ costs

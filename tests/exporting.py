@@ -34,7 +34,8 @@ HEADS_TO_EXPORT: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle": ("eagle", {"attention_bias": False}),
     "eagle-layers": ("eagle", {"attention_bias": True, "num_hidden_layers": 2}),
     "eagle-bias": ("eagle", {"attention_bias": False, "fc_bias": True}),
-    "medusa": ("medusa", {"n_heads": 3}),
+    "medusa": ("medusa", {"n_heads": 5}),
+    "medusa-three": ("medusa", {"n_heads": 3}),
     "medusa-blocks": ("medusa", {"n_heads": 2, "n_layers": 2}),
     "medusa-shared": ("medusa", {"n_heads": 2, "output": "shared"}),
     "medusa-shared-reduced": ("medusa", {"n_heads": 2, "output": "shared", "draft_vocab_size": 30}),
@@ -49,8 +50,8 @@ CARRIED: dict[str, set[str]] = {
     "eagle": _THIRD | {"eagle", "eagle-layers", "eagle-bias"},
     "medusa": {"medusa"},
     "speculators": {name for name in HEADS_TO_EXPORT if name.startswith("eagle3")},
-    "tgi": {"medusa", "medusa-blocks"},
-    "trtllm": _THIRD | {"eagle3-fusion", "eagle3-1", "eagle3-scaled", "medusa", "medusa-blocks"},
+    "tgi": {"medusa", "medusa-three", "medusa-blocks"},
+    "trtllm": _THIRD | {"eagle3-fusion", "eagle3-1", "eagle3-scaled", "medusa", "medusa-three", "medusa-blocks"},
     "llama.cpp": _THIRD | {"eagle3-other-taps", "eagle3-residual"},
 }
 FAMILIES = ("llama", "llama-tied-one-kv-head", "qwen2", "qwen3-wide-heads", "gemma3")

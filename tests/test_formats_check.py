@@ -295,3 +295,13 @@ def test_scaled_embeddings_must_come_with_the_head(tmp_path: Path) -> None:
     told = failed(check_folder(out, target))
     assert "FAIL  embedding     the target's stored rows, but the target scales them" in told
     assert any(line.startswith("FAIL  forward") for line in told)
+
+
+@pytest.mark.parametrize(
+    "form, name", [("vllm", "eagle"), ("vllm", "eagle3"), ("speculators", "eagle3"), ("llama.cpp", "eagle3")]
+)
+def test_scaled_embeddings_may_be_rounded(form: str, name: str, tmp_path: Path) -> None:
+    target, head, out = tiny("gemma3"), make_head(name, tiny("gemma3")), tmp_path / "out"
+    write_export(head, form, out, about(target, tmp_path, torch.bfloat16))
+    assert failed(check_folder(out, target, head)) == []
+    assert torch.equal(head.target.embed(torch.arange(9)), target.embed(torch.arange(9))), "the head's stays exact"

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from conftest import make_target
 from exporting import make_head, write_tokenizer
 from safetensors.torch import load_file
 from training import write_tiny
@@ -98,20 +101,109 @@ def test_mistakes_are_one_line(
     assert not (tmp_path / "x").exists()
 
 
+# ------------------------------------------------------------------------------------------------ the report
+
+MEASURED = {
+    "tree": "chain:3",
+    "prompts": 40,
+    "acceptance_length": 1.9,
+    "acceptance_length_ci": [1.75, 2.03],
+    "speedup": 1.3,
+    "speedup_ci": [1.2, 1.37],
+    "plain_tokens_per_s": 44.1,
+    "speculative_tokens_per_s": 57.1,
+    "rule": "own_draw",
+    "lossy": False,
+    "lossless": {"equal": 40, "checked": 40},
+}
+
+
+def write_report(path: Path, head: Path | str, **changes: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    suites = {"held_out": MEASURED | changes}
+    report = {"head": str(head), "dtype": "float32", "machine": {"processor": "EPYC"}, "suites": suites}
+    path.write_text(json.dumps(report))
+    return path
+
+
+def card_of(folder: Path) -> str:
+    return (folder / "README.md").read_text()
+
+
 def test_the_card_shows_the_report(tiny_run: Path, tmp_path: Path) -> None:
-    entry = {
-        "tree": "chain:3",
-        "prompts": 40,
-        "acceptance_length": 1.9,
-        "acceptance_length_ci": [1.75, 2.03],
-        "speedup": 1.3,
-        "speedup_ci": [1.2, 1.37],
-        "plain_tokens_per_s": 44.1,
-        "speculative_tokens_per_s": 57.1,
-        "lossless": {"equal": 40, "checked": 40},
-    }
-    report = {"dtype": "float32", "machine": {"processor": "EPYC"}, "suites": {"held_out": entry}}
-    (tmp_path / "report.json").write_text(json.dumps(report))
-    run(f"export --head {tiny_run / 'eagle3'} --to vllm -o {tmp_path / 'out'} --report {tmp_path / 'report.json'}")
-    card = (tmp_path / "out" / "README.md").read_text()
+    report = write_report(tmp_path / "report.json", tiny_run / "eagle3")
+    run(f"export --head {tiny_run / 'eagle3'} --to vllm -o {tmp_path / 'out'} --report {report}")
+    card = card_of(tmp_path / "out")
     assert "| chain:3 | 1.90 [1.75, 2.03] | x1.30 [1.20, 1.37] | 44.1 -> 57.1 | 40/40 |" in card
+    assert "LOSSY" not in card and "(lossy)" not in card
+
+
+def test_numbers_of_a_lossy_rule_are_marked(tiny_run: Path, tmp_path: Path) -> None:
+    lossy = {"rule": "typical", "lossy": True, "lossless": {"equal": 0, "checked": 0}}
+    report = write_report(tmp_path / "report.json", tiny_run / "eagle3", **lossy)
+    run(f"export --head {tiny_run / 'eagle3'} --to vllm -o {tmp_path / 'out'} --report {report}")
+    card = card_of(tmp_path / "out")
+    assert "| chain:3 (lossy) | 1.90" in card and "| lossy |" in card and "0/0" not in card
+    assert "**LOSSY: under the rule typical the text does not follow the target's distribution.**" in card
+
+
+def test_the_report_is_that_of_the_head(tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run's later head lies beside its final one, and only the final one's report lies in RUN/eval."""
+    final, early = tmp_path / "run" / "head", tmp_path / "run" / "head-step-500"
+    for head in (final, early):
+        shutil.copytree(tiny_run / "medusa", head)
+    report = write_report(tmp_path / "run" / "eval" / "report.json", final)
+    for head, shown in ((final, True), (early, False)):
+        run(f"export --head {head} --to vllm -o {tmp_path / 'out'}")
+        assert ("| chain:3 |" in card_of(tmp_path / "out")) is shown
+        assert "shows no report" not in capsys.readouterr().err
+    write_report(early / "eval" / "report.json", early, tree="chain:2")
+    run(f"export --head {early} --to vllm -o {tmp_path / 'out'}")
+    assert "| chain:2 |" in card_of(tmp_path / "out")
+
+    write_report(early / "eval" / "report.json", final)
+    run(f"export --head {early} --to vllm -o {tmp_path / 'out'}")
+    assert f"report.json measures the head {final}, not {early}" in capsys.readouterr().err
+    assert "Not measured here" in card_of(tmp_path / "out")
+    for path, told in ((report, f"the head {final}"), (write_report(tmp_path / "none.json", ""), "no head")):
+        with pytest.raises(SystemExit):
+            run(f"export --head {early} --to vllm -o {tmp_path / 'x'} --report {path}")
+        assert f"option report: {path} measures {told}, not {early}; measure this one" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()
+
+
+# ------------------------------------------------------------------------------------------------ another target
+
+
+@pytest.fixture(scope="module")
+def other_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the same shape, with other weights."""
+    folder, target = tmp_path_factory.mktemp("other target"), make_target(seed=1)
+    target.model.save_pretrained(folder)
+    target.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_the_printed_check_runs_as_it_stands(
+    tiny_run: Path, other_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(f"export --head {tiny_run / 'medusa'} --to vllm -o {tmp_path / 'out'} --target '{other_target}' --force")
+    line = capsys.readouterr().out.splitlines()[-1]
+    assert line.startswith("check it later:  spechead check ") and line.endswith(" --force")
+    run(line.partition("spechead ")[2])
+    assert "checks passed" in capsys.readouterr().out
+
+
+def test_an_export_for_another_target_is_imported_by_force_alone(
+    tiny_run: Path, other_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(f"export --head {tiny_run / 'medusa'} --to vllm -o {tmp_path / 'out'} --target-id org/tiny")
+    command = f"import {tmp_path / 'out'} --target '{other_target}' -o {tmp_path / 'back'}"
+    with pytest.raises(SystemExit):
+        run(command)
+    assert "was exported for target 'org/tiny'; the weights of" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
+    run(f"{command} --force")
+    assert (tmp_path / "back" / "model.safetensors").is_file()
+    (tmp_path / "out" / "spechead.json").unlink()  # files of others say nothing of weights
+    run(command.replace("back", "again"))

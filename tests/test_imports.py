@@ -1,6 +1,7 @@
 """Who may import whom: nobody upwards, and each third-party library in its own edge files."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ MODULES = {".".join(p.relative_to(PACKAGE).with_suffix("").parts): p for p in PA
 EDGES = {
     "transformers": {"target", "embedded", "cache", "attention"},
     "peft": {"adapter"},
-    "gguf": {"embedded", "formats.gguf_file"},
+    "gguf": {"formats.gguf_file"},
     "datasets": {"dataset"},
     "deepspeed": {"engine"},
     "huggingface_hub": {"push"},
@@ -56,6 +57,14 @@ def own(path: Path) -> set[str]:
 def test_a_library_is_imported_by_its_edge_alone(library: str) -> None:
     users = {name for name, path in MODULES.items() if library in {n.partition(".")[0] for n in imports(path)}}
     assert users <= EDGES[library]
+
+
+@pytest.mark.parametrize("library", EDGES)
+def test_the_document_names_the_edges(library: str) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = [line.split("|")[1:3] for line in text.partition("| library | edge |")[2].splitlines() if line[:1] == "|"]
+    [files] = [files for libraries, files in rows if library in re.split(r"[ ,]+", libraries)]
+    assert {name.replace("/", ".") for name in re.findall(r"`([\w/]+)\.py`", files)} == EDGES[library]
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

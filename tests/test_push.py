@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +27,10 @@ class Hub:
     """Stands for huggingface_hub's HfApi."""
 
     calls: list[tuple[str, Any]] = []
+    there: bool | None = None  # whether a repository that exists is private
+
+    def repo_info(self, repo: str) -> SimpleNamespace:
+        return SimpleNamespace(private=self.there if self.there is not None else self.calls[-1][1])
 
     def create_repo(self, repo: str, *, private: bool, exist_ok: bool) -> None:
         self.calls.append((repo, private))
@@ -74,4 +79,23 @@ def test_what_is_no_sound_export_is_not_uploaded(exported: Path, hub: list[Any],
     (exported / "spechead.json").unlink()
     with pytest.raises(UserError, match="is no export of spechead"):
         push(PushOptions(str(exported), "org/name"))
+    assert hub == []
+
+
+@pytest.mark.parametrize("there, told", [(False, "is public: give --no-private"), (True, "is private: give --private")])
+def test_a_repository_of_another_visibility_is_left_alone(
+    there: bool, told: str, exported: Path, hub: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Hub, "there", there)
+    with pytest.raises(UserError, match=told):
+        push(PushOptions(str(exported), "org/name", private=not there))
+    assert hub == [("org/name", not there)], "nothing is uploaded"
+
+
+@pytest.mark.parametrize("name", [".env", "train.log", "notes.json", "other.safetensors"])
+def test_nothing_but_the_export_is_uploaded(name: str, exported: Path, hub: list[Any]) -> None:
+    (exported / name).write_text("{}")
+    for dry_run in (True, False):
+        with pytest.raises(UserError, match=f"holds {name}: not of the export"):
+            push(PushOptions(str(exported), "org/name", dry_run=dry_run))
     assert hub == []

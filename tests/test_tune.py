@@ -163,18 +163,30 @@ def test_answers_of_two_turns_are_two(target: Target) -> None:
 
 def test_a_tree_is_judged_on_answers_that_it_was_not_chosen_on() -> None:
     answers = [[(0, 0)] * 8, [(1, 1)] * 8]
-    found = tune.best_tree("counts", answers, 2, 2, None)
+    [found] = tune.best_trees("counts", answers, [2], 2, None)
     assert found.tokens == 1.0, "what one half teaches helps nothing in the other"
     answers *= 2
-    found = tune.best_tree("counts", [answers[0], answers[0], answers[1], answers[1]], 4, 2, None)
+    [found] = tune.best_trees("counts", [answers[0], answers[0], answers[1], answers[1]], [4], 2, None)
     assert found.tokens == pytest.approx(8 / 3) and len(found.plan.choices) == 4  # type: ignore[union-attr]
+
+
+def test_trees_of_several_sizes_are_those_of_each_and_cost_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [[(0, 0), (1, 1), (0, 1)], [(0, 0, 0), (1, 0)], [(0,), (2, 1)], [(1, 1), (0, 0)]]
+    sizes = [1, 2, 4, 7]
+    one_by_one = [tune.best_trees("counts", answers, [size], 3, None)[0] for size in sizes]
+    valued, built = [], []
+    counted, chosen = tune.by_counts, tune.best_nodes
+    monkeypatch.setitem(tune.METHODS, "counts", lambda paths: (valued.append(paths), counted(paths))[1])
+    monkeypatch.setattr(tune, "best_nodes", lambda *words: (built.append(words[1:]), chosen(*words))[1])
+    assert tune.best_trees("counts", answers, sizes, 3, None) == one_by_one
+    assert len(valued) == 3 and built == [(7, depth) for depth in (1, 2, 3) for _ in range(3)]
 
 
 def test_costs_decide_the_depth() -> None:
     answers = [[(0, 0)] * 9, [(0, 0)] * 9]
     cheap, dear = (Costs({1: 1.0, 4: 1.3}, 0.9, step, 0.1) for step in (0.0, 2.0))
-    assert tune.best_tree("counts", answers, 3, 2, cheap).plan == chain(2)
-    assert tune.best_tree("counts", answers, 3, 2, dear).plan == chain(1)
+    assert tune.best_trees("counts", answers, [3], 2, cheap)[0].plan == chain(2)
+    assert tune.best_trees("counts", answers, [3], 2, dear)[0].plan == chain(1)
     assert cheap.speedup(3.0, chain(2)) == pytest.approx(3 / (0.9 * 1.2 + 0.1)), "v of 3 tokens lies on the line"
     assert dear.speedup(3.0, chain(2)) == pytest.approx(3 / (0.9 * 1.2 + 2 * 2.0 + 0.1))
 
@@ -283,6 +295,21 @@ def test_it_measures_for_itself_and_may_only_show(
     assert (folder / "head" / "config.json").read_bytes() == kept[folder / "head" / "config.json"]
     out, err = capsys.readouterr()
     assert "predicted speed-up" in out and "saved" not in out and "2 texts" in err
+    assert f"data: 2 of 2 answers are not marked as written by {folder / 'target'}; the tree is chosen for" in err
+
+
+def test_conversations_that_the_target_wrote_are_no_warning(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.loads(line) for line in (folder / "data.jsonl").read_text().splitlines()]
+    marks = ["tiny-llama", "another"]
+    own = folder / "own.jsonl"
+    own.write_text("\n".join(json.dumps(row | {"meta": {"target": m}}) for row, m in zip(rows, marks, strict=True)))
+    for limit, told in ((2, "data: 1 of 2 answers are not marked as written by tiny-llama"), (1, "")):
+        options = tune.TuneOptions(head="h", data=str(own))
+        options.limit = limit  # the other conversation is not used
+        options.template = dict  # type: ignore[method-assign]
+        assert len(tune.calibration_texts(options, make_target())) == limit
+        err = capsys.readouterr().err
+        assert told in err if told else err == ""
 
 
 def test_by_default_it_is_what_the_recipes_keep_out_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,4 +357,4 @@ def test_a_head_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_head_that_is_never_right_gets_no_tree() -> None:
     with pytest.raises(tune.UserError, match="drafts no token of these texts right"):
-        tune.best_tree("product", [[(-1,), (-1,)], [(-1,)]], 3, 2, None)
+        tune.best_trees("product", [[(-1,), (-1,)], [(-1,)]], [3], 2, None)

@@ -26,6 +26,7 @@ CARRIES = {
 CANNOT = {"rope_scaling": "the EAGLE project knows other words for scaled positions"}
 MISSING = "EAGLE leaves it at random and says nothing"
 UNKNOWN = "EAGLE drops it in silence"
+NAMES_TARGET = False
 TARGETS = ("llama", "qwen2", "qwen3", "mixtral")
 
 

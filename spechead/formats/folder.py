@@ -22,11 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spechead.errors import UserError
+from spechead.errors import UserError, first_line
 from spechead.files import make_folder, read_json, reason
 from spechead.formats.gguf_file import read_gguf
 
-CONFIG, WEIGHTS, RECORD = "config.json", "model.safetensors", "spechead.json"
+CONFIG, WEIGHTS, RECORD, CARD = "config.json", "model.safetensors", "spechead.json", "README.md"
 PICKLED = (".bin", ".pt", ".pth", ".pkl")
 _MOST_JSON = 32 << 20  # bytes; no configuration needs a tenth of it
 _ABSOLUTE = re.compile(r"^(?:/[^/\s]|~/|[A-Za-z]:[\\/])")
@@ -113,8 +113,9 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
     try:
         value = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{path} is damaged or holds more than tensors, and is not read: {first}") from error
+        raise UserError(
+            f"{path} is damaged or holds more than tensors, and is not read: {first_line(error)}"
+        ) from error
     if not isinstance(value, dict) or not all(isinstance(tensor, Tensor) for tensor in value.values()):
         raise UserError(f"{path} holds more than named tensors, and is not read")
     return {str(name): tensor for name, tensor in value.items()}

@@ -41,6 +41,10 @@ class Format(Protocol):
     def UNKNOWN(self) -> str:
         """And where one is there that it does not know."""
 
+    @property
+    def NAMES_TARGET(self) -> bool:
+        """Whether the files name the target that is loaded with them."""
+
     def save(self, head: Head, folder: Path, about: About) -> None:
         """Write the files into an existing folder. Raises UserError for what the server would drop or misread."""
 

@@ -28,6 +28,7 @@ CARRIES = {"eagle3": frozenset({"layers", "norm_before_residual"})}
 CANNOT = {"rope_scaling": "only positions without scaling are written for llama.cpp"}
 MISSING = "llama.cpp stops at load, or takes the target's output layer for a missing output.weight"
 UNKNOWN = "llama.cpp stops at load, as the number of tensors is not what it made"
+NAMES_TARGET = False
 ARCHITECTURE, FILE = "eagle3", "model.gguf"
 _TAPS = 3
 _NAMES = {

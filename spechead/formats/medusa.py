@@ -1,7 +1,7 @@
 """The Medusa project's own files, which other servers read as well: numbered tensors in medusa_lm_head.safetensors.
 
-Read off FasterDecoding/Medusa of 2024. Heads have output layers of their own over the whole vocabulary. Knows nothing
-of servers.
+Read off FasterDecoding/Medusa of 2024, whose from_pretrained builds five heads, whatever the files say. Heads have
+output layers of their own over the whole vocabulary. Knows nothing of servers.
 """
 
 from __future__ import annotations
@@ -28,18 +28,30 @@ CANNOT = {
 }
 MISSING = "Medusa leaves it at random and says nothing"
 UNKNOWN = "Medusa drops it in silence"
+NAMES_TARGET = True
 WEIGHTS = "medusa_lm_head.safetensors"
+_HEADS = 5
 
 
 def save(head: Head, folder: Path, about: About) -> None:
     """Write config.json and medusa_lm_head.safetensors; raises UserError for what Medusa would drop or misread."""
     refuse(head, SERVER, CARRIES, CANNOT)
+    if head.config.n_heads != _HEADS:
+        raise UserError(
+            f"head option n_heads={head.config.n_heads}: Medusa's from_pretrained builds {_HEADS} heads, whatever the "
+            "files say; nothing is written"
+        )
     write(head, folder, about, SERVER)
 
 
 def load(folder: Path, target: Target) -> Served:
     """What Medusa would make of the folder; raises UserError where no head here is like it."""
     served = read(folder, target)
+    if served.config["n_heads"] != _HEADS:
+        raise UserError(
+            f"medusa_num_heads is {served.config['n_heads']}: Medusa's from_pretrained builds {_HEADS} heads, whatever "
+            "the files say (--format tgi reads any number)"
+        )
     if served.config["n_layers"] > 1:
         raise UserError("medusa_num_layers is above 1: Medusa's blocks of one head are one block, several times")
     return served

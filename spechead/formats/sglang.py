@@ -30,6 +30,7 @@ CARRIES = {
 CANNOT = {"norm_before_residual": "SGLang does not read it, and would draft without"}
 MISSING = "SGLang leaves it at random and says nothing"
 UNKNOWN = "SGLang drops it in silence"
+NAMES_TARGET = False
 # The norm before the attention of all decoder layers but the first goes by another name there.
 _LATER = re.compile(r"^(layers\.[1-9]\d*\.)input_layernorm")
 _LATER_THERE = re.compile(r"^(layers\.[1-9]\d*\.)hidden_norm")

@@ -23,6 +23,7 @@ CARRIES = {"eagle3": frozenset({"layers", "n_layers", "rope_scaling", *layout.FL
 CANNOT: dict[str, str] = {}
 MISSING = "vLLM leaves it uninitialised and says nothing"
 UNKNOWN = "vLLM stops at load, or drops a bias in silence"
+NAMES_TARGET = True
 
 
 def save(head: Head, folder: Path, about: About) -> None:

@@ -22,6 +22,7 @@ CANNOT = {
 }
 MISSING = "TGI falls back to its other version of Medusa, or stops"
 UNKNOWN = "TGI drops it in silence"
+NAMES_TARGET = True
 
 
 def save(head: Head, folder: Path, about: About) -> None:

@@ -28,6 +28,7 @@ CANNOT = {
 }
 MISSING = "TensorRT-LLM stops at load, or takes the target's output layer for a missing lm_head"
 UNKNOWN = "TensorRT-LLM drops it in silence"
+NAMES_TARGET = False
 _FEWEST_LAYERS = 6  # of a target whose layers are tapped
 
 

@@ -34,6 +34,7 @@ CARRIES = {
 CANNOT = {"fc_bias": "vLLM's fusion has no bias, and drops one in silence"}
 MISSING = "vLLM leaves it uninitialised and says nothing"
 UNKNOWN = "vLLM stops at load, or for a bias or a Medusa tensor drops it in silence"
+NAMES_TARGET = False
 
 
 def save(head: Head, folder: Path, about: About) -> None:
