@@ -75,7 +75,7 @@ serve-check: $(STAMP) $(VLLM)/served ## serve exported heads with vLLM: same tex
 	@$(BIN)/torchrun --nproc_per_node 1 recipes/train.py --config eagle-smollm2 --out $(SERVED)/train-eagle $(BRIEF) \
 	  --head.options.draft_vocab_size 0 # vLLM reads all rows of the target's output layer
 	@$(BIN)/torchrun --nproc_per_node 1 recipes/train.py --config medusa-smollm2 --out $(SERVED)/train-medusa $(BRIEF) \
-	  --head.options.output shared --head.options.n_heads 3
+	  --head.options.output shared --head.options.n_heads 3 --head.options.draft_vocab_size 0
 	@$(BIN)/python eval/serve_check.py --vllm $(VLLM)/bin/python --work $(SERVED) --json $(SERVED)/serve_check.json \
 	  --head $(SERVED)/train-eagle3/head --head $(SERVED)/train-eagle/head --head $(SERVED)/train-medusa/head
 

@@ -44,8 +44,9 @@ HEADS_TO_EXPORT: dict[str, tuple[str, dict[str, Any]]] = {
 }
 _THIRD = {"eagle3", "eagle3-all-tokens"}
 _TAPS = {"eagle3-two-taps", "eagle3-other-taps"}
+_NOT_IN_VLLM = {"eagle-bias", "medusa-reduced", "medusa-shared-reduced", "hydra"}
 CARRIED: dict[str, set[str]] = {
-    "vllm": {name for name in HEADS_TO_EXPORT if name not in ("eagle-bias", "medusa-reduced", "hydra")},
+    "vllm": {name for name in HEADS_TO_EXPORT if name not in _NOT_IN_VLLM},
     "sglang": {name for name in HEADS_TO_EXPORT if name.startswith("eagle") and name != "eagle3-residual"},
     "eagle": _THIRD | {"eagle", "eagle-layers", "eagle-bias"},
     "medusa": {"medusa"},

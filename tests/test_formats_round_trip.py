@@ -19,7 +19,7 @@ from spechead.formats.llama_cpp import _halves, _pairs, _shortest
 
 STORED_ROWS_ALONE = {"sglang", "eagle", "trtllm"}  # embed with them, whatever the files hold
 
-FEW = ("eagle3", "eagle3-all-tokens", "eagle-layers", "medusa", "medusa-shared-reduced")  # on families but llama
+FEW = ("eagle3", "eagle3-all-tokens", "eagle-layers", "medusa", "medusa-shared")  # on families but llama
 
 
 def carries(form: str, family: str, name: str) -> bool:

@@ -9,11 +9,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from exporting import about, make_head, tiny
 from safetensors.torch import load_file
 from torch import Tensor
 
+from spechead.errors import UserError
 from spechead.export import write_export
 from spechead.formats.gguf_file import read_gguf
 
@@ -156,13 +158,15 @@ def test_vllm_medusa(tmp_path: Path) -> None:
     assert tensors["lm_heads.0.weight"].shape == (TOKENS, H)
 
 
-def test_vllm_medusa_shared_and_reduced(tmp_path: Path) -> None:
-    config, tensors, _ = export("vllm", "medusa-shared-reduced", tmp_path)
-    assert has(config, {"original_lm_head": True, "truncated_vocab_size": 30})
-    assert tensors["token_map"].tolist() == list(range(1, 60, 2))
-    rows = tiny("llama").output_rows(None)[0]
-    assert torch.equal(tensors["lm_head.weight"], rows[1:60:2])
-    assert {"d2t", "t2d"}.isdisjoint(tensors)
+def test_vllm_medusa_shared(tmp_path: Path) -> None:
+    config, tensors, _ = export("vllm", "medusa-shared", tmp_path)
+    assert has(config, {"original_lm_head": True, "truncated_vocab_size": None})
+    assert torch.equal(tensors["lm_head.weight"], tiny("llama").output_rows(None)[0])
+
+
+def test_a_vocabulary_that_vllm_would_stop_at_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="draft_vocab_size=30.*token_map"):
+        export("vllm", "medusa-shared-reduced", tmp_path)
 
 
 # ------------------------------------------------------------------------------------------------ SGLang

@@ -115,11 +115,11 @@ def _embedding(head: Head, about: About) -> dict[str, Tensor]:
 
 
 def _medusa(head: Head, about: About) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    c, ids = head.config, head.draft_ids()
-    if head.reduced and c.output == "own":
+    c = head.config
+    if head.reduced:
         raise UserError(
-            f"head option draft_vocab_size={head.draft_size}: vLLM builds heads' own output layers over the whole "
-            "vocabulary and stops at load (output: shared can be reduced); nothing is written"
+            f"head option draft_vocab_size={head.draft_size}: vLLM 0.32 stops at load of a reduced vocabulary, as it "
+            "misses its own token_map; train with draft_vocab_size 0; nothing is written"
         )
     config = {
         "architectures": ["MedusaModel"],
@@ -130,18 +130,15 @@ def _medusa(head: Head, about: About) -> tuple[dict[str, Any], dict[str, Tensor]
         "num_hidden_layers": c.n_layers,
         "medusa_fc_bias": True,
         "original_lm_head": c.output == "shared",
-        "truncated_vocab_size": None if ids is None else head.draft_size,
+        "truncated_vocab_size": None,
         "torch_dtype": str(about.dtype).removeprefix("torch."),
     }
     tensors = {}
     for name, tensor in layout.tensors(head, about.dtype).items():
-        if name not in ("d2t", "t2d"):
-            tensors[re.sub(r"^blocks\.(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)] = tensor
+        tensors[re.sub(r"^blocks\.(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", name)] = tensor
     if c.output == "shared":
         layout.needs_plain_output(head, SERVER)
-        tensors["lm_head.weight"] = head.target.output_rows(ids)[0].to(about.dtype)
-    if ids is not None:
-        tensors["token_map"] = ids
+        tensors["lm_head.weight"] = head.target.output_rows(None)[0].to(about.dtype)
     return config, tensors
 
 
@@ -152,43 +149,32 @@ def _served_medusa(config: dict[str, Any], tensors: dict[str, Tensor], target: T
     if config.get("vocab_size", total) != total:
         raise UserError(f"vocab_size is {config['vocab_size']}, but the target has {total} tokens")
     shared = bool(config.get("original_lm_head", False))
-    size = config.get("truncated_vocab_size") or total
+    if (config.get("truncated_vocab_size") or total) != total or "token_map" in tensors:
+        raise UserError(
+            "truncated_vocab_size and token_map: vLLM 0.32 stops at load, since it misses its own token_map"
+        )
     found = {
         re.sub(r"^blocks\.(\d+)\.layers\.(\d+)\.", r"blocks.\1.\2.linear.", name): tensor
         for name, tensor in tensors.items()
     }
-    ids: Tensor | None = None
-    if size != total:
-        if "token_map" not in found:
-            raise UserError(f"token_map is missing, and truncated_vocab_size is {size} of {total}: vLLM stops at load")
-        ids = found.pop("token_map").long()
-        if not shared or ids.shape[0] != size:
-            raise UserError(
-                f"truncated_vocab_size {size} does not fit token_map {list(ids.shape)}, or heads of their own"
-            )
-        if not bool((ids[1:] > ids[:-1]).all()) or ids[0] < 0 or ids[-1] >= total:
-            raise UserError(f"token_map must be ascending target ids below {total}")
-        inside = torch.zeros(total, dtype=torch.bool)
-        inside[ids] = True
-        found |= {"d2t": ids - torch.arange(ids.shape[0]), "t2d": inside}
     if shared:
-        _needs_target_rows(found, ids, target)
+        _needs_target_rows(found, target)
     options = {
         "n_heads": config.get("num_heads", config.get("medusa_num_heads", 5)),
         "n_layers": config.get("num_hidden_layers", config.get("medusa_num_layers", 1)),
         "output": "shared" if shared else "own",
-        "draft_vocab_size": 0 if ids is None else size,
+        "draft_vocab_size": 0,
         "hidden_size": config.get("hidden_size", 4096),
     }
     return Served("medusa", options, found)
 
 
-def _needs_target_rows(found: dict[str, Tensor], ids: Tensor | None, target: Target) -> None:
+def _needs_target_rows(found: dict[str, Tensor], target: Target) -> None:
     """Take the shared output layer out of `found`; it must be the target's own."""
     names = [name for name in ("lm_head.weight", "lm_heads.0.weight") if name in found]
     if not names:
         raise UserError("lm_head.weight is missing, and original_lm_head is set: vLLM leaves it uninitialised")
     rows = found.pop(names[0])
-    ours = target.output_rows(ids)[0]
+    ours = target.output_rows(None)[0]
     if rows.shape != ours.shape or not torch.equal(rows, ours.to("cpu", rows.dtype)):
         raise UserError(f"{names[0]} is not the target's output layer; heads here share that one alone")
