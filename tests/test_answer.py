@@ -234,7 +234,9 @@ def test_the_whole_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
     monkeypatch.setattr(decoding, "Target", FakeTarget)
     monkeypatch.setattr(decoding, "head_target", lambda folder: f"target of {folder}")
+    monkeypatch.setattr(decoding, "head_adapter", lambda _: "")
     monkeypatch.setattr(decoding, "head_template_kwargs", lambda _: {"style": "short"})
+    monkeypatch.setattr(decoding, "head_in_four_bits", lambda _: False)
     monkeypatch.setattr(decoding, "load_head", lambda folder, target, **_: "head")
     monkeypatch.setattr(answer, "prompt_ids", encode)
     monkeypatch.setattr(answer, "generate", fake_generate)

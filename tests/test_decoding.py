@@ -37,6 +37,7 @@ def test_a_dtype_of_drafts_is_known_or_refused(monkeypatch: pytest.MonkeyPatch, 
         DecodingOptions(target="some", draft_dtype="int4")
     given: list[object] = []
     monkeypatch.setattr(decoding, "load_head", lambda folder, target, *, force, dtype: given.append(dtype))
+    monkeypatch.setattr(decoding, "head_in_four_bits", lambda _: False)
     for name in ("float32", "bfloat16", "auto"):
         DecodingOptions(head="h", draft_dtype=name).load_head(target)
     assert given[:2] == [torch.float32, torch.bfloat16]

@@ -129,7 +129,7 @@ def test_names_of_drafters(target: Target, folder: Path) -> None:
 def test_a_draft_model_is_loaded_beside_the_target(folder: Path) -> None:
     for options in ({"dtype": "bfloat16"}, {"pack": False}, {}):
         target = Target.load(str(folder), device="cpu", **options)  # type: ignore[arg-type]
-        target.name = "another"
+        target.base = "another"
         for dtype in ("float32", "bfloat16", "auto"):
             drafter = parse_drafter(f"draft_model:{folder}", target, dtype=dtype)
             assert isinstance(drafter, DraftModel)
@@ -152,7 +152,7 @@ def test_a_targets_own_name_is_the_target_itself(folder: Path) -> None:
         assert isinstance(drafter, DraftModel) and drafter.draft is target
     other = parse_drafter(f"draft_model:{folder}", target, dtype="bfloat16")
     assert isinstance(other, DraftModel) and other.draft.dtype == torch.bfloat16
-    target.name = "own"
+    target.base = "own"
     staged = parse_drafter("staged:self:0-2+draft_model:own", target)
     assert isinstance(staged, Staged) and isinstance(staged.tiny, DraftModel)
     assert staged.tiny.draft is target, "and not the middle, which goes by the same name"

@@ -134,4 +134,4 @@ def test_validation_judges_the_average_and_leaves_the_training_alone(folder: Pat
     assert plain[7]["validation/loss"] != averaged[7]["validation/loss"]
     run = set_up(recipe(folder, tmp_path / "fresh", **changes), start(torch.device("cpu")), FeatureMemory(0))
     run.head.load_state_dict(weights(tmp_path / "averaged"))
-    assert validate(run)["loss"] == averaged[7]["validation/loss"]
+    assert validate(run, 8)["loss"] == averaged[7]["validation/loss"]

@@ -70,7 +70,9 @@ def use(monkeypatch: pytest.MonkeyPatch, target: Target) -> Use:
         monkeypatch.setattr(Target, "load", classmethod(lambda cls, name, **_: target))
         monkeypatch.setattr(decoding, "load_head", lambda *_, **__: head)
         monkeypatch.setattr(decoding, "head_target", lambda _: "tiny-llama")
+        monkeypatch.setattr(decoding, "head_adapter", lambda _: "")
         monkeypatch.setattr(decoding, "head_template_kwargs", lambda _: {})
+        monkeypatch.setattr(decoding, "head_in_four_bits", lambda _: False)
         monkeypatch.setattr(evaluate, "write_html", lambda *_: None)  # drawing takes longer than decoding here
 
     return install

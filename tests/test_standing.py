@@ -67,7 +67,7 @@ def validated(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
         train_step(run, now, window)
 
     monkeypatch.setattr("spechead.train.train_step", step)
-    monkeypatch.setattr("spechead.train.validate", lambda run: {"acceptance_length": found[steps[-1]]})
+    monkeypatch.setattr("spechead.train.validate", lambda run, step: {"acceptance_length": found[steps[-1]]})
     return found
 
 
