@@ -35,6 +35,7 @@ VARIANTS: dict[str, list[str]] = {
     "random initialisation": ["--head.init_from_target", "false"],
     "half the rate": ["--optim.lr", "5e-4"],
     "twice the rate": ["--optim.lr", "2e-3"],
+    "a longer second moment": ["--optim.betas", "[0.9,0.999]"],
     "four samples a step": ["--optim.batch_size", "4", "--optim.steps", "{quarter}"],
     "1 unrolled step": ["--head.options.steps", "1"],
     "2 unrolled steps": ["--head.options.steps", "2"],

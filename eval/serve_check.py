@@ -21,6 +21,7 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from spechead import embedded
 from spechead.cli import one_line_errors
 from spechead.decoding import ModelOptions
 from spechead.engine import free_port
-from spechead.errors import UserError
+from spechead.errors import UserError, first_line
 from spechead.export import ExportOptions, export
 from spechead.files import make_folder, shipped, write_json
 from spechead.generate import Speculation
@@ -66,6 +67,9 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not self.head:
             raise UserError("no head: give --head, once or several times")
+        for name in ("prompts", "max_new_tokens", "drafts"):
+            if getattr(self, name) < 1:
+                raise UserError(f"option {name}: must be at least 1, got {getattr(self, name)}")
         if not os.access(self.vllm, os.X_OK):
             raise UserError(f"vllm {self.vllm}: is no program; give the Python of an environment with vLLM")
 
@@ -153,11 +157,19 @@ def ask(
     log = Path(options.work) / f"{name}.log"
     with server(options.vllm, model_folder(target), log, speculation) as address:
         texts = []
-        with Progress(f"vLLM, {name}", len(asked), unit="prompt") as progress:
-            for question in asked:
-                texts.append(answer(address, question))
-                progress.advance()
-        return Served(texts, accepted_share(fetch(f"{address}/metrics")))
+        try:
+            with Progress(f"vLLM, {name}", len(asked), unit="prompt") as progress:
+                for question in asked:
+                    texts.append(answer(address, question))
+                    progress.advance()
+            share = accepted_share(fetch(f"{address}/metrics"))
+        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+            raise UserError(f"vLLM gave no answer that can be read ({first_line(error)}); see {log}") from error
+    if speculation is not None and len(share) != options.drafts:
+        raise UserError(
+            f"vLLM's /metrics counts accepted drafts at {len(share)} depths, not at {options.drafts}; see {log}"
+        )
+    return Served(texts, share)
 
 
 @contextmanager

@@ -5,10 +5,12 @@ Knows nothing of heads or of how the training goes.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,27 +21,38 @@ from torch import Tensor, nn
 
 from spechead.errors import UserError, first_line
 from spechead.files import make_folder, reason
+from spechead.options import convert
 
 FOLDER = "adapter"  # inside the folder of a head that was trained together with it
 _SCALING = ("peft_type", "r", "alpha", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+_ALLOCATING = ("ADALORA", "ADAMSS")  # that want to be told of each step
+_FROM_DATA = ("eva", "corda", "loftq")  # that want to see data, or weights in another form
 
 
-def merge(model: Any, source: str, digest: str) -> str:
+def merge(model: Any, source: str, digest: str, name: str) -> str:
     """Add the adapter in the folder (or of the hub id) `source` to the weights of `model`, in their own dtype.
 
     Returns the fingerprint of the sum, made of the model's own `digest` and of the adapter as it is stored, so that it
-    does not depend on rounding. Raises ValueError or OSError where the adapter does not fit.
+    does not depend on rounding. `name`: what the model is called; an adapter that names another is told on standard
+    error. Raises ValueError or OSError where the adapter does not fit.
     """
-    from peft import PeftModel
+    from peft import PeftConfig, PeftModel
 
-    ends = model.get_input_embeddings(), model.get_output_embeddings()
-    wrapped = PeftModel.from_pretrained(model, source)
-    if (model.get_input_embeddings(), model.get_output_embeddings()) != ends and model.config.tie_word_embeddings:
-        raise ValueError("it changes the embeddings or the output layer, which are one and the same in this target")
-    if wrapped.active_peft_config.is_prompt_learning:
+    config = PeftConfig.from_pretrained(source)
+    if config.is_prompt_learning:
         raise ValueError(f"adapter {source!r} adds tokens, not weights, and cannot be merged")
+    if getattr(config, "layer_replication", None):
+        raise ValueError(f"adapter {source!r} repeats layers (layer_replication), which makes another model")
+    ends = _shape(model)[:2]
+    wrapped = PeftModel(model, config)
+    _refuse_strangers(wrapped.load_adapter(source, "default"))
+    if _shape(model)[:2] != ends and model.config.tie_word_embeddings:
+        raise ValueError("it changes the embeddings or the output layer, which are one and the same in this target")
     digest = _fingerprint(wrapped, digest)
     wrapped.merge_and_unload(safe_merge=True)
+    base = config.base_model_name_or_path
+    if base and Path(base).resolve() not in (Path(name).resolve(), Path(model.name_or_path).resolve()):
+        print(f"warning: adapter {source} was made for {base!r}, here it is added to {name!r}", file=sys.stderr)
     return digest
 
 
@@ -48,33 +61,34 @@ class Adapter:
 
     def __init__(self, model: Any, options: dict[str, Any], name: str) -> None:
         """`options`: the fields of a peft config, `peft_type` among them. Raises UserError where they do not fit."""
-        from peft import get_peft_config, get_peft_model
+        from peft import get_peft_model
 
-        if options.get("bias", "none") != "none":
-            raise UserError("option adapter.peft: bias must be none, or the target without the adapter changes, too")
-        ends = model.get_input_embeddings(), model.get_output_embeddings()
-        before = _said(model)
+        config = _config(options)
+        shape, before = _shape(model), _said(model)
         try:
-            config = get_peft_config({"peft_type": "LORA", **options})
-            if config.is_prompt_learning:
-                raise UserError(f"option adapter.peft: {config.peft_type} adds tokens; take one that adds weights")
             self._wrapped = get_peft_model(model, config)
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"option adapter.peft: {first_line(error)}") from error
-        if (model.get_input_embeddings(), model.get_output_embeddings()) != ends:
+            self.parameters: list[nn.Parameter] = [p for p in self._wrapped.parameters() if p.requires_grad]
+            new = _said(model)
+            with self.off():
+                without = _said(model)
+        except Exception as error:  # whatever peft makes of options that it does not check
+            raise UserError(f"option adapter.peft: {config.peft_type.value} fails: {first_line(error)}") from error
+        if _shape(model)[:2] != shape[:2]:
             raise UserError(
                 "option adapter.peft: the embeddings and the output layer must stay as they are, since heads read "
                 "them; take them out of target_modules and modules_to_save"
             )
-        with self.off():
-            without = _said(model)
-        if not all(torch.allclose(said, before, rtol=0.05, atol=0.05) for said in (_said(model), without)):
+        near = 1e-3 if before.dtype == torch.float32 else 0.05
+        same = all(torch.allclose(said.float(), before.float(), rtol=near, atol=near) for said in (new, without))
+        if not same or _shape(model) != shape:
             raise UserError(
                 "option adapter.peft: a new adapter must change nothing, and the target must be itself without it; "
-                "leave init_lora_weights at its default"
+                "leave init_lora_weights at its default, and layer_replication out"
             )
+        if not self.parameters:
+            raise UserError("option adapter.peft: the adapter has no weights to train; leave inference_mode out")
+        _refuse_unmergeable(self._wrapped)
         config.base_model_name_or_path = name
-        self.parameters: list[nn.Parameter] = [p for p in self._wrapped.parameters() if p.requires_grad]
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -112,11 +126,69 @@ class Adapter:
         return _fingerprint(self._wrapped, digest)
 
 
+def _config(options: dict[str, Any]) -> Any:
+    """The peft config of these fields. Raises UserError where one is unknown, of a wrong type, or of no effect here."""
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    known = {kind.value: config for kind, config in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    kind = str(options.get("peft_type", "LORA")).upper()
+    if kind not in known:
+        raise UserError(f"option adapter.peft.peft_type: no {options['peft_type']} (known: {', '.join(sorted(known))})")
+    fields = convert(known[kind], {k: v for k, v in options.items() if k != "peft_type"}, "adapter.peft.")
+    if fields.get("bias", "none") != "none":
+        raise UserError("option adapter.peft: bias must be none, or the target without the adapter changes, too")
+    if kind in _ALLOCATING:
+        raise UserError(f"option adapter.peft.peft_type: {kind} moves ranks while it trains, which is not done here")
+    if fields.get("init_lora_weights") in _FROM_DATA:
+        raise UserError(
+            f"option adapter.peft.init_lora_weights: {fields['init_lora_weights']} takes data before training, which "
+            "is not done here; leave it at its default"
+        )
+    try:
+        config = known[kind](**fields)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"option adapter.peft: {first_line(error)}") from error
+    if config.is_prompt_learning:
+        raise UserError(f"option adapter.peft: {kind} adds tokens; take one that adds weights")
+    return config
+
+
+def _shape(model: Any) -> tuple[Any, Any, int]:
+    """What heads count on: the embeddings, the output layer, and how many layers there are between them."""
+    layers = model.config.get_text_config().num_hidden_layers
+    return model.get_input_embeddings(), model.get_output_embeddings(), layers
+
+
 @torch.no_grad()
 def _said(model: Any) -> Tensor:
     """What the model says behind a few tokens, [1, 3, V]."""
     ids = torch.arange(1, 4, device=model.get_input_embeddings().weight.device)[None]
-    return model(input_ids=ids % model.config.get_text_config().vocab_size, use_cache=False).logits.float()
+    return model(input_ids=ids % model.config.get_text_config().vocab_size, use_cache=False).logits
+
+
+def _refuse_strangers(loaded: Any) -> None:
+    """Raise ValueError where the file lacks tensors of the adapter, or has others; peft leaves both be."""
+    for names, why in (
+        (loaded.unexpected_keys, "it has tensors that match nothing:"),
+        (loaded.missing_keys, "it lacks"),
+    ):
+        if names:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            raise ValueError(f"{why} {', '.join(sorted(names)[:3])}{more}")
+
+
+@torch.no_grad()
+def _refuse_unmergeable(wrapped: Any) -> None:
+    """Merge a copy of each layer: whoever decodes with the adapter will merge it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    try:
+        _ = wrapped.merge_and_unload  # which not every kind has
+        for module in wrapped.modules():
+            if isinstance(module, BaseTunerLayer):
+                copy.deepcopy(module).merge(safe_merge=True)
+    except Exception as error:  # each kind of adapter has its own
+        raise UserError(f"option adapter.peft: such an adapter cannot be merged: {first_line(error)}") from error
 
 
 def _fingerprint(wrapped: Any, digest: str) -> str:

@@ -23,13 +23,13 @@ from torch import Tensor
 from spechead.chance import Seeded
 from spechead.errors import UserError
 from spechead.formats import layout
-from spechead.formats.carried import About
-from spechead.formats.folder import CONFIG, PICKLED, RECORD, absolute_paths, read_config
-from spechead.formats.foreign import Format, detect, format_of, read_head
+from spechead.formats.carried import About, refuse_adapter
+from spechead.formats.folder import CONFIG, PICKLED, RECORD, absolute_paths, as_text, read_config
+from spechead.formats.foreign import WRONG_KIND, Format, detect, format_of, read_head, wrong_kind
 from spechead.formats.forward import log_probabilities
 from spechead.formats.gguf_file import read_gguf
-from spechead.formats.native import head_target, load_head
-from spechead.formats.record import contents, differences, read_record
+from spechead.formats.native import head_adapter, head_target, load_head
+from spechead.formats.record import beside, contents, differences, read_record
 from spechead.formats.served import Served, own_embedding
 from spechead.heads import Head
 from spechead.sampling import Drawing
@@ -82,6 +82,8 @@ def check(options: CheckOptions) -> None:
     """Print a line for each thing looked at; UserError where one is wrong."""
     folder = Path(options.folder)
     name = options.target or head_target(Path(options.head))
+    if options.head and not (options.target and options.force):
+        refuse_adapter(head_adapter(Path(options.head)), "a server")
     target = Target.load(name, dtype="float32", device="cpu", trust_remote_code=options.trust_remote_code, pack=False)
     head = None
     if options.head:
@@ -99,18 +101,27 @@ def check_folder(folder: Path, target: Target, head: Head | None = None, name: s
     try:
         record = read_record(folder)
         name = name or detect(folder)
-        form = format_of(name)
+        format_of(name)
     except UserError as error:
         yield Line("files", False, str(error))
         return
-    yield from _files(folder)
     try:
-        yield from _same_as_exported(folder, target, head, form, record)
-        yield from _target(record, target)
-        served, read = read_head(name, folder, target)
+        yield from _files(folder, record)
+        yield from _contents(folder, target, head, name, record)
     except UserError as error:
         yield Line("contents", False, str(error))
-        return
+    except WRONG_KIND as error:
+        yield Line("contents", False, wrong_kind(error, name))
+
+
+def _contents(
+    folder: Path, target: Target, head: Head | None, name: str, record: dict[str, Any] | None
+) -> Iterator[Line]:
+    """What the files hold. Raises UserError where they make no head, and may raise WRONG_KIND."""
+    form = format_of(name)
+    yield from _same_as_exported(folder, target, head, form, record)
+    yield from _target(record, target)
+    served, read = read_head(name, folder, target)
     yield Line("contents", True, f"a head of kind {served.kind} for {form.SERVER}, {len(served.tensors)} tensors")
     yield from _settings(folder, served, target)
     yield from _weights(served, head, target)
@@ -120,7 +131,7 @@ def check_folder(folder: Path, target: Target, head: Head | None = None, name: s
 # ------------------------------------------------------------------------------------------------ files
 
 
-def _files(folder: Path) -> Iterator[Line]:
+def _files(folder: Path, record: dict[str, Any] | None) -> Iterator[Line]:
     names = sorted(path.name for path in folder.iterdir())
     pickled = [name for name in names if Path(name).suffix in PICKLED]
     links = [path.name for path in folder.iterdir() if path.is_symlink()]
@@ -130,6 +141,8 @@ def _files(folder: Path) -> Iterator[Line]:
         yield Line("files", False, f"{', '.join(links)}: a link, which does not travel with the folder")
     else:
         yield Line("files", True, ", ".join(names))
+    if record is not None and (others := beside(record, folder)):
+        yield Line("beside", True, f"{', '.join(others)}: not of the export; servers may not mind, spechead push does")
     for path in (folder / CONFIG, folder / RECORD):
         try:
             told = read_config(path) if path.is_file() else {}
@@ -203,7 +216,9 @@ def _settings(folder: Path, served: Served, target: Target) -> Iterator[Line]:
         scaling = c.get("rope_scaling") or "no scaling"
         yield Line("rotary", True, f"base {c['rope_theta']:g}, {scaling}, heads of {c['head_dim']}")
         told, longest = config.get("max_position_embeddings"), layout.longest(target)
-        if told is not None and told < longest:
+        if told is not None and not isinstance(told, int):
+            yield Line("longest text", False, f"max_position_embeddings is {as_text(told)}: a whole number is expected")
+        elif told is not None and told < longest:
             text = f"{told} tokens, the target reads {longest}: the server stops drafting there, or rotates wrongly"
             yield Line("longest text", False, text)
         elif told is not None:
@@ -238,11 +253,22 @@ def _tokenizer(folder: Path, target: Target) -> Iterator[Line]:
         else:
             yield Line("tokenizer", True, f"{len(theirs)} tokens, the target's")
     elif path.is_file():
-        theirs = read_config(path).get("model", {}).get("vocab")
-        same = theirs is None or set(target.tokenizer.get_vocab()) >= set(theirs)
+        numbered, ours = _numbered(read_config(path).get("model")), target.tokenizer.get_vocab()
+        if numbered is None:
+            yield Line("tokenizer", False, "tokenizer.json holds no vocabulary")
+            return
+        same = all(ours.get(token) == number for token, number in numbered.items())
         yield Line("tokenizer", same, "the target's" if same else "tokenizer.json has other tokens than the target's")
     else:
         yield Line("tokenizer", True, "none in the folder: the server takes the target's")
+
+
+def _numbered(model: Any) -> dict[str, int] | None:
+    """Token -> id in the model of a tokenizer.json, which names them so or lists [token, score]; None for neither."""
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocab, list) and all(isinstance(pair, list) and pair and isinstance(pair[0], str) for pair in vocab):
+        return {pair[0]: number for number, pair in enumerate(vocab)}
+    return vocab if isinstance(vocab, dict) else None
 
 
 # ------------------------------------------------------------------------------------------------ drafts

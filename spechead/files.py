@@ -40,6 +40,14 @@ def make_folder(folder: Path) -> None:
         raise UserError(f"cannot make the folder {folder}: {reason(error)}") from error
 
 
+def refuse_unwritable(folder: Path) -> None:
+    """Raise the UserError of `make_folder` where that would fail, and make nothing."""
+    place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        why = "permission denied" if place.is_dir() else f"{place} is a file"
+        raise UserError(f"cannot make the folder {folder}: {why}")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write `text` to `path` whole: temporary name in the same folder, then rename. Makes the folder."""
     path = Path(path)

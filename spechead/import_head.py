@@ -12,7 +12,7 @@ from pathlib import Path
 from spechead.errors import UserError
 from spechead.formats.foreign import detect, format_of, read_head
 from spechead.formats.native import save_head
-from spechead.formats.record import read_record
+from spechead.formats.record import differences, read_record
 from spechead.target import Target
 
 
@@ -29,7 +29,7 @@ class ImportOptions:
     format: str = ""
     """Whose form it is: vllm, sglang, eagle, medusa, speculators, tgi, trtllm, llama.cpp. Empty: what it looks like."""
     force: bool = False
-    """Import although the export was made for a target of other weights."""
+    """Import although the export was made for a target of other weights, or its files were changed since."""
     trust_remote_code: bool = False
     """Run Python code that comes with the target's files."""
 
@@ -56,7 +56,7 @@ def import_head(options: ImportOptions) -> Path:
         options.target, dtype="float32", device="cpu", trust_remote_code=options.trust_remote_code, pack=False
     )
     if not options.force:
-        _check_target(folder, target)
+        _check_record(folder, target)
     try:
         _, head = read_head(name, folder, target)
     except UserError as error:
@@ -67,11 +67,18 @@ def import_head(options: ImportOptions) -> Path:
     return out
 
 
-def _check_target(folder: Path, target: Target) -> None:
-    """Refuse an export that says it is for another target. Files of other programs say nothing of weights."""
+def _check_record(folder: Path, target: Target) -> None:
+    """Refuse an export that is for another target, or not as it was written. Files of others have no record."""
     record = read_record(folder)
-    if record is not None and record["target"]["fingerprint"] != target.fingerprint:
+    if record is None:
+        return
+    if record["target"]["fingerprint"] != target.fingerprint:
         raise UserError(
             f"{folder} was exported for target {record['target']['name']!r}; the weights of {target.name!r} differ. "
             "Use that target, or --force to import it all the same"
+        )
+    if changed := differences(record["files"], folder, "it was exported", "it is not the export's"):
+        raise UserError(
+            f"{folder} is not what was exported: {changed[0]}. Export the head again, or --force to import what is "
+            "there now"
         )

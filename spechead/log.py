@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -25,7 +25,7 @@ from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
 from spechead.errors import UserError
-from spechead.files import make_folder, reason
+from spechead.files import make_folder, reason, write_text
 
 LOG_NAME = "log.jsonl"
 CURVE_NAME = "training_curve.png"
@@ -142,7 +142,8 @@ class NoLog:
 class RunLog:
     """Records of one run: lines of `log.jsonl`, flushed one by one, and a wandb run.
 
-    With `resume` the lines and the wandb run are carried on; otherwise both start anew.
+    `resume`: the step behind which the lines and the wandb run are carried on; lines of later steps, which an
+    interrupted run wrote behind its last checkpoint, are dropped. With 0 both start anew.
     """
 
     def __init__(
@@ -151,17 +152,17 @@ class RunLog:
         wandb_mode: str = "disabled",
         project: str = "spechead",
         config: Mapping[str, Any] | None = None,
-        resume: bool = False,
+        resume: int = 0,
     ) -> None:
         self.path = Path(folder) / LOG_NAME
         make_folder(self.path.parent)
         try:
             if resume and self.path.exists():
-                _drop_half_line(self.path)
+                _cut(self.path, resume)
             self._file = self.path.open("a" if resume else "w", encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write the log {self.path}: {reason(error)}") from error
-        self._sink = _open_wandb(Path(folder), wandb_mode, project, dict(config or {}), resume)
+        self._sink = _open_wandb(Path(folder), wandb_mode, project, dict(config or {}), resume > 0)
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
         """Several records of one step (training, then validation) are fine: `read_log` joins them."""
@@ -179,20 +180,26 @@ class RunLog:
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """One row a step, in order of steps. A step recorded again, as after a resume, keeps its last values."""
-    path = Path(folder) / LOG_NAME
+    """One row a step, in order of steps. A step recorded again keeps its last values."""
+    rows: dict[int, dict[str, Any]] = {}
+    for _, row in _records(Path(folder) / LOG_NAME):
+        rows.setdefault(row["step"], {}).update(row)
+    return [rows[step] for step in sorted(rows)]
+
+
+def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The lines of the log in `path`, and what each records."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         raise UserError(f"no training log at {path}: {reason(error)}") from error
-    rows: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is a half-written line
         try:
             row = json.loads(line)
-            rows.setdefault(row["step"], {}).update(row)
+            row["step"] = int(row["step"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} line {number} is not a record of a training log") from error
-    return [rows[step] for step in sorted(rows)]
+        yield line, row
 
 
 def _number(value: float) -> float | int | None:
@@ -202,12 +209,10 @@ def _number(value: float) -> float | int | None:
     return float(value) if math.isfinite(float(value)) else None
 
 
-def _drop_half_line(path: Path) -> None:
-    """Cut what a killed run left behind the last newline."""
-    text = path.read_bytes()
-    whole = text.rfind(b"\n") + 1
-    if whole < len(text):
-        os.truncate(path, whole)
+def _cut(path: Path, step: int) -> None:
+    """Cut what a killed run left behind `step`, half a line included."""
+    kept = [line for line, row in _records(path) if row["step"] <= step]
+    write_text(path, "".join(f"{line}\n" for line in kept))
 
 
 def _open_wandb(folder: Path, mode: str, project: str, config: dict[str, Any], resume: bool) -> Sink:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spechead.errors import UserError, first_line
-from spechead.formats.folder import CARD, CONFIG, PICKLED, RECORD, absolute_paths, read_config
-from spechead.formats.record import differences, read_record
+from spechead.formats.folder import CONFIG, PICKLED, RECORD, absolute_paths, read_config
+from spechead.formats.record import beside, differences, read_record
 
 _NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
 
@@ -79,8 +79,7 @@ def publishable(folder: Path) -> list[Path]:
     files = sorted(folder.iterdir())
     if odd := [path.name for path in files if path.suffix in PICKLED or path.is_symlink() or not path.is_file()]:
         raise UserError(f"{folder} holds {', '.join(odd)}: only plain files without pickles are uploaded")
-    exported = {*record["files"], RECORD, CARD}
-    if foreign := [path.name for path in files if path.name not in exported]:
+    if foreign := beside(record, folder):
         raise UserError(f"{folder} holds {', '.join(foreign)}: not of the export; move it elsewhere")
     if changed := differences(record["files"], folder, "it was exported", "it is not the export's"):
         raise UserError(f"{folder} is not what was exported: {changed[0]}")

@@ -302,6 +302,11 @@ def check(recipe: Recipe) -> None:
             f"option optim.patience: {recipe.optim.patience} counts validations, and there are none before the end: "
             "set data.validation_share and log.validate_every"
         )
+    if recipe.head.init_vocabulary != "keep" and not recipe.head.init_from:
+        raise UserError(
+            f"option head.init_vocabulary: {recipe.head.init_vocabulary} is about the vocabulary of an earlier head: "
+            "set head.init_from"
+        )
     check_head(recipe.head, recipe.engine.gradient_checkpointing)
 
 
@@ -311,6 +316,7 @@ def check_head(head: HeadRecipe, gradient_checkpointing: bool = False) -> None:
     The heads are imported here, not above, so that --help stays quick.
     """
     from spechead.heads import HEADS
+    from spechead.heads.base import check_ranges
     from spechead.tree import parse_plan
 
     if head.kind not in HEADS:
@@ -321,5 +327,6 @@ def check_head(head: HeadRecipe, gradient_checkpointing: bool = False) -> None:
             "a smaller optim.micro_batch_size or data.max_length saves memory"
         )
     head.options = options.convert(HEADS[head.kind].Config, head.options, "head.options.")
+    check_ranges(HEADS[head.kind].Config(**head.options))
     if head.tree:
         parse_plan(head.tree)

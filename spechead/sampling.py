@@ -97,7 +97,7 @@ class Sampler:
         if not self.processors:
             return logits
         logits = logits.clone()
-        for depth in range(int(tree.depths.max()) + 1):  # prefixes of a level have one length
+        for depth in range(tree.depth + 1):  # prefixes of a level have one length
             nodes = (tree.depths == depth).nonzero()[:, 0]  # [n]
             paths = tree.tokens[tree.visible[nodes].nonzero()[:, 1].view(len(nodes), depth + 1)]  # [n, depth+1]
             prefixes = torch.cat([text[:-1].expand(len(nodes), -1), paths], 1)  # [n, L+depth]

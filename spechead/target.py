@@ -116,7 +116,7 @@ class Target:
             )
         digest = _fingerprint(model)  # of the weights as they are stored
         if adapter:
-            digest = _merge(model, adapter, digest)
+            digest = _merge(model, adapter, digest, name)
         stored = model
         if four_bits:
             model = _in_four_bits(name, DTYPES[dtype], chosen, trust_remote_code)
@@ -429,12 +429,12 @@ def _in_four_bits(name: str, dtype: torch.dtype, device: torch.device, trust_rem
         )
 
 
-def _merge(model: PreTrainedModel, adapter: str, digest: str) -> str:
+def _merge(model: PreTrainedModel, adapter: str, digest: str, name: str) -> str:
     """Merge an adapter in float32, whatever the model is stored in; the fingerprint of the sum."""
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
     try:
-        return merge(model, adapter, digest)
+        return merge(model, adapter, digest, name)
     except Exception as error:  # whatever peft and safetensors make of files that are not theirs
         raise UserError(f"adapter {adapter!r} cannot be loaded into this target: {first_line(error)}") from error
 

@@ -137,7 +137,7 @@ class Text:
             rule = RULES[self._speculation.rule].function
             result = rule(tree, self._sampler.probabilities(logits), self._chance)
         self.gaps += _gaps(logits, result.path) if self._keep_gaps else []
-        self.stats.drafted.append(int(tree.depths.max()))  # the rule has waited for the device, nothing is left to
+        self.stats.drafted.append(tree.depth)  # the rule has waited for the device, nothing is left to
         self.stats.accepted.append(len(result.path) - 1)
         return result
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import random
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -36,7 +37,7 @@ from spechead.dataset import (
 from spechead.engine import Engine, Group, Ranks, checkpoints, learning_rate_factor, start, step_of
 from spechead.errors import UserError
 from spechead.features import FeatureMemory
-from spechead.files import make_folder, read_json, write_json
+from spechead.files import read_json, refuse_unwritable, write_json
 from spechead.formats.native import save_head
 from spechead.heads import HEADS, Head
 from spechead.heads.base import Hits
@@ -47,7 +48,7 @@ from spechead.standing import Standing
 from spechead.target import Target, choose_device, native_bfloat16
 from spechead.templates import template_warning, written_with
 from spechead.tree import parse_plan
-from spechead.warm_start import EarlierHead
+from spechead.warm_start import EarlierHead, other_target
 
 STARTED, FINISHED, CHECKPOINTS = "recipe.json", "run.json", "checkpoints"
 # what may change when a run is carried on
@@ -91,7 +92,7 @@ def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
     if recipe.engine.threads:
         torch.set_num_threads(recipe.engine.threads)
     out = Path(recipe.out)
-    make_folder(out)
+    refuse_unwritable(out)
     accumulation = recipe.optim.accumulation(ranks.world)
     device = choose_device(recipe.target.device)
     bf16 = _bf16(recipe.engine.precision, device)
@@ -99,12 +100,14 @@ def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
     torch.manual_seed(recipe.seed)  # behind the loading, which may draw numbers
     random.seed(recipe.seed)
     training, validation, dropped = load_data(recipe, target, ranks)
-    claim(recipe, out, ranks, {"target": target.fingerprint, "samples": len(training)})
+    total = recipe.optim.total_steps(len(training))
+    refuse_idle_patience(recipe, total, len(validation))
     head = make_head(recipe, target, training)
+    if ranks.first and recipe.head.init_from and (warning := other_target(Path(recipe.head.init_from), target)):
+        print(f"warning: {warning}", file=sys.stderr)
     adapter = target.adapt(recipe.adapter.peft) if recipe.adapter.peft else None
     if adapter is None:
         target.pack()
-    total = recipe.optim.total_steps(len(training))
     optim = recipe.optim
     engine = Engine(
         TrainingModule(head, memory) if adapter is None else JointModule(head, memory, adapter, recipe.adapter),
@@ -118,7 +121,18 @@ def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
         zero_stage=recipe.engine.zero_stage,
         bf16=bf16,
     )
+    claim(recipe, out, ranks, {"target": target.fingerprint, "samples": len(training)})  # now that nothing is refused
     return Run(recipe, ranks, out, head, adapter, engine, training, validation, dropped, total, device)
+
+
+def refuse_idle_patience(recipe: Recipe, total: int, held_out: int) -> None:
+    """`optim.patience` needs validations before the last step."""
+    patience, every = recipe.optim.patience, recipe.log.validate_every
+    if patience and not (held_out and 0 < every < total):
+        raise UserError(
+            f"option optim.patience: {patience} counts validations, and none comes before the end, with {held_out} "
+            f"held-out samples and log.validate_every {every} of {total} steps: set it to 0, or change them"
+        )
 
 
 def groups(recipe: Recipe, total: int, head: Head, adapter: Adapter | None) -> list[Group]:
@@ -156,7 +170,7 @@ def fit(run: Run) -> Standing:
     """
     engine, ranks, every, patience = run.engine, run.ranks, run.recipe.log, run.recipe.optim.patience
     now = resume(run)
-    log = open_log(run, now.step > 0)
+    log = open_log(run, now.step)
     window = Window(run.head)
     with Progress("train", run.total, "step", done=now.step, quiet=not ranks.first) as progress:
         while now.step < run.total and not now.over(patience):
@@ -219,11 +233,12 @@ def claim(recipe: Recipe, out: Path, ranks: Ranks, facts: dict[str, Any]) -> Non
         write_json(path, mine)
 
 
-def open_log(run: Run, resumed: bool) -> RunLog | NoLog:
+def open_log(run: Run, step: int) -> RunLog | NoLog:
+    """The log of this process, carried on behind `step`."""
     if not run.ranks.first:
         return NoLog()
     where = run.recipe.log
-    return RunLog(run.out, where.wandb, where.project, run.recipe.to_dict(), resume=resumed)
+    return RunLog(run.out, where.wandb, where.project, run.recipe.to_dict(), resume=step)
 
 
 def micro_batches(run: Run, step: int) -> list[Batch]:
@@ -360,7 +375,8 @@ def head_meta(recipe: Recipe, steps: int) -> dict[str, Any]:
     """What a head's file says of the training behind it."""
     target = recipe.target
     meta = {"data": recipe.data.train, "steps": steps, "template_kwargs": target.template_kwargs}
-    return meta | ({"four_bits": True} if target.four_bits else {})
+    flags = {"four_bits": target.four_bits, "adapter": bool(recipe.adapter.peft)}
+    return meta | {name: True for name, so in flags.items() if so}
 
 
 def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> tuple[list[Sample], list[Sample], dict[str, int]]:

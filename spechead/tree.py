@@ -35,7 +35,9 @@ class Tree:
     @classmethod
     def root(cls, token: Tensor) -> Tree:
         """Nothing drafted behind the token int64 [1]: plain decoding."""
-        return cls(token, torch.full_like(token, -1))
+        tree = cls(token, torch.full_like(token, -1))
+        tree.depths = torch.zeros_like(token)
+        return tree
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
@@ -54,6 +56,11 @@ class Tree:
     def depths(self) -> Tensor:
         """int64 [N]: the root has depth 0."""
         return self.visible.sum(-1) - 1
+
+    @property
+    def depth(self) -> int:
+        """That of its deepest node; waits for the device where there are drafts."""
+        return int(self.depths.max()) if len(self) > 1 else 0
 
     def pruned(self, depth: int) -> Tree:
         """The tree without nodes deeper than `depth`."""

@@ -13,13 +13,23 @@ import torch
 from torch import Tensor
 
 from spechead.errors import UserError
-from spechead.formats.native import read_head
+from spechead.formats.native import head_fingerprint, head_target, read_head
 from spechead.heads import Head
+from spechead.target import Target
 
 _OUTPUT = "lm_head"  # how the names of tensors begin that have a row for each token of the draft vocabulary
 _MAP = ("d2t", "t2d")
 # Options that change what weights mean and no shape that would tell
 _MEANING = ("layers", "rope_theta", "rope_scaling", "norm_before_residual", "norm_output", "norm_embeddings")
+
+
+def other_target(folder: Path, target: Target) -> str:
+    """A warning where the head in `folder` was trained for other weights than the target's, else nothing."""
+    if head_fingerprint(folder) == target.fingerprint:
+        return ""
+    return (
+        f"head.init_from {folder} was trained for target {head_target(folder)!r}; the weights of {target.name!r} differ"
+    )
 
 
 class EarlierHead:
@@ -33,6 +43,12 @@ class EarlierHead:
         if kind != head.kind:
             raise UserError(f"head.init_from {folder} holds a head of kind {kind}, not {head.kind}")
         self._folder, self._head = folder, head
+        theirs, mine = self._vocabulary(), head.target.vocab_size
+        if theirs != mine:
+            raise UserError(
+                f"head.init_from {folder}: its target {head_target(folder)!r} has {theirs} tokens, "
+                f"{head.target.name!r} has {mine}; start from a head for the same vocabulary"
+            )
         names = self._state.keys() - set(_MAP)
         ours = {name: tensor for name, tensor in head.state_dict().items() if name not in _MAP}
         if names != ours.keys():
@@ -42,9 +58,14 @@ class EarlierHead:
             if self._state[name].shape[rows:] != tensor.shape[rows:]:
                 self._refuse(f"has {name} of shape {tuple(self._state[name].shape)}, not {tuple(tensor.shape)}")
         for option in _MEANING:
-            theirs, mine = getattr(config, option, None), getattr(head.config, option, None)
-            if theirs != mine:
-                self._refuse(f"has head.options.{option} {theirs}, not {mine}")
+            was, now = getattr(config, option, None), getattr(head.config, option, None)
+            if was != now:
+                self._refuse(f"has head.options.{option} {was}, not {now}")
+
+    def _vocabulary(self) -> int:
+        """How many tokens its target has; ours, where nothing in the head is as long."""
+        rows = [len(tensor) for name, tensor in self._state.items() if name.startswith(_OUTPUT)]
+        return len(self._state["t2d"]) if "t2d" in self._state else max(rows, default=self._head.target.vocab_size)
 
     @property
     def ids(self) -> Tensor:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training import flags, kill_after_a_checkpoint, launch, recipe, weights, write_tiny
 from transformers import AutoModelForCausalLM
@@ -245,6 +246,17 @@ def test_the_heads_share_of_the_loss_comes_in_as_asked() -> None:
         ("{r: 4, target_modules: all-linear, init_lora_weights: false}", "change nothing"),
         ("{r: 4, target_modules: all-linear, init_lora_weights: olora}", "change nothing"),
         ("{r: 4, target_modules: [q_proj], modules_to_save: [embed_tokens]}", "output layer"),
+        ("{peft_type: lore}", r"peft_type: no lore \(known: .*LORA.*\)"),
+        ("{r: four}", "r: expected int, got four"),
+        ("{r: 4, target_modules: [q_proj], layer_replication: [[0, 2], [1, 5]]}", "leave .*layer_replication out"),
+        ("{r: 4, target_modules: [q_proj], layer_replication: [[0, 2], [0, 3]]}", "leave .*layer_replication out"),
+        ("{r: 4, target_modules: [q_proj], lora_bias: true}", "cannot be merged: .*lora_bias"),
+        ("{r: 4, target_modules: [q_proj], alora_invocation_tokens: [1]}", "cannot be merged: aLoRA"),
+        ("{peft_type: adaption_prompt, adapter_len: 2, adapter_layers: 2}", "cannot be merged"),
+        ("{r: 4, target_modules: [q_proj], inference_mode: true}", "no weights to train; leave inference_mode out"),
+        ("{peft_type: POLY, r: 4, target_modules: [q_proj]}", "POLY fails: task_ids"),
+        ("{peft_type: adalora, target_modules: [q_proj], total_step: 8}", "ADALORA moves ranks"),
+        ("{r: 4, target_modules: [q_proj], init_lora_weights: eva}", "init_lora_weights: eva takes data"),
     ],
 )
 def test_an_adapter_that_cannot_be_trained_is_refused(options: str, told: str, folder: Path, tmp_path: Path) -> None:
@@ -262,6 +274,52 @@ def test_an_adapter_that_cannot_be_loaded_is_refused(folder: Path, medusa: Path,
             Target.load(str(folder / "target"), adapter=str(source))
     with pytest.raises(UserError, match="carries target.adapter"):
         recipe(folder, tmp_path / "run", "medusa", **{"adapter.peft": LORA, "target.adapter": "some"})
+
+
+def saved_lora(folder: Path, out: Path, **options: Any) -> Path:
+    """A random adapter as peft saves it."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "target")
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, **options)
+    get_peft_model(model, config).save_pretrained(out)
+    return out
+
+
+def test_an_adapter_whose_tensors_match_nothing_is_refused(folder: Path, tmp_path: Path) -> None:
+    """peft would load it, and change nothing."""
+    out = saved_lora(folder, tmp_path / "lora")
+    tensors = load_file(out / "adapter_model.safetensors")
+    first, *others = sorted(tensors)
+    save_file({name: tensors[name] for name in others}, out / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"it lacks base_model\.model\.model\.layers\.0\.self_attn\.q_proj"):
+        Target.load(str(folder / "target"), adapter=str(out))
+    save_file({name.replace("layers", "blocks"): tensors[name] for name in tensors}, out / "adapter_model.safetensors")
+    with pytest.raises(UserError, match=r"match nothing: .*model\.blocks\.0\.self_attn\.q_proj.* and 11 more"):
+        Target.load(str(folder / "target"), adapter=str(out))
+
+
+def test_an_adapter_that_repeats_layers_is_refused(folder: Path, tmp_path: Path) -> None:
+    out = saved_lora(folder, tmp_path / "lora", layer_replication=[[0, 2], [0, 3]])
+    with pytest.raises(UserError, match="repeats layers"):
+        Target.load(str(folder / "target"), adapter=str(out))
+
+
+def test_an_adapter_made_for_another_model_is_told(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = saved_lora(folder, tmp_path / "lora")
+    Target.load(str(folder / "target"), adapter=str(out))
+    assert "made for" not in capsys.readouterr().err
+    config = json.loads((out / "adapter_config.json").read_text())
+    (out / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "some/other"}))
+    Target.load(str(folder / "target"), adapter=str(out))
+    assert capsys.readouterr().err.count("lora was made for 'some/other', here it is added to ") == 1
+
+
+def test_a_head_whose_adapter_is_gone_is_told(medusa: Path, tmp_path: Path) -> None:
+    shutil.copytree(medusa / "head", tmp_path / "head")
+    shutil.rmtree(tmp_path / "head" / "adapter")
+    with pytest.raises(UserError, match="trained together with an adapter, .*head/adapter is missing"):
+        DecodingOptions(head=str(tmp_path / "head")).load_target()
 
 
 def test_four_bits_without_the_package_that_knows_them_are_refused(

@@ -103,11 +103,11 @@ def test_every_shape_trains_as_it_drafts(options: dict[str, Any], target: Target
 @pytest.mark.parametrize(
     "options,message",
     [
-        ({"steps": 0}, "steps 0 must be at least 1"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers 0 must be at least 1"),
-        ({"topk": 0}, "topk 0 must be at least 1"),
-        ({"noise": -0.1}, r"noise -0\.1 must be at least 0"),
-        ({"logit_weight": -1.0}, "must be at least 0"),
+        ({"steps": 0}, r"options\.steps: must be at least 1, got 0"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: must be at least 1, got 0"),
+        ({"topk": 0}, "topk: must be at least 1, got 0"),
+        ({"noise": -0.1}, r"noise: must be at least 0, got -0\.1"),
+        ({"logit_weight": -1.0}, "logit_weight: must be at least 0"),
         ({"feature_weight": 0.0, "logit_weight": 0.0}, "one of them above it"),
         ({"hidden_size": 8}, "hidden_size 8 differs from the target's 32"),
     ],

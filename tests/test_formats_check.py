@@ -227,7 +227,7 @@ def test_settings_are_told(exports: dict[tuple[str, str], tuple[Path, Head]], tm
         (lambda c: c.update({"hidden_act": "gelu"}), "contents      hidden_act is gelu"),
         (lambda c: c.update({"_name_or_path": "/home/me/model"}), "paths         config.json: _name_or_path"),
         (lambda c: c.update({"draft_vocab_size": 39}), "contents      d2t has 40 entries, but draft_vocab_size is 39"),
-        (lambda c: c.update({"num_attention_heads": 5}), "contents      tensors do not make this eagle3 head"),
+        (lambda c: c.update({"num_attention_heads": 6}), "contents      tensors do not make this eagle3 head"),
     ],
 )  # fmt: skip
 def test_a_setting_that_cannot_be_right_is_told_without_record_and_head(
@@ -305,3 +305,102 @@ def test_scaled_embeddings_may_be_rounded(form: str, name: str, tmp_path: Path) 
     write_export(head, form, out, about(target, tmp_path, torch.bfloat16))
     assert failed(check_folder(out, target, head)) == []
     assert torch.equal(head.target.embed(torch.arange(9)), target.embed(torch.arange(9))), "the head's stays exact"
+
+
+# ------------------------------------------------------------------------------------------------ values of any kind
+
+
+def places(value: Any) -> Iterator[list[Any]]:
+    """The way to every value inside a JSON value."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield [key]
+        yield from ([key, *way] for way in places(inner))
+
+
+def put(value: Any, way: list[Any], new: Any) -> None:
+    for key in way[:-1]:
+        value = value[key]
+    value[way[-1]] = new
+
+
+@pytest.mark.parametrize(
+    "form, name, with_head",
+    [
+        ("vllm", "eagle3", True),
+        ("vllm", "medusa-shared", False),
+        ("speculators", "eagle3-1", False),
+        ("tgi", "medusa-blocks", True),
+        pytest.param("speculators", "eagle3-1", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_value_of_any_kind_anywhere_is_a_line(
+    form: str, name: str, with_head: bool, exports: dict[tuple[str, str], tuple[Path, Head]], tmp_path: Path
+) -> None:
+    folder, head = exports[form, name]
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "spechead.json").unlink()
+    config = json.loads((copy / "config.json").read_text())
+    for way in places(config):
+        for new in ("x", -1, True, {"a": [1]}, 10**400):
+            changed = json.loads(json.dumps(config))
+            put(changed, way, new)
+            (copy / "config.json").write_text(json.dumps(changed))
+            lines = list(check_folder(copy, tiny("llama"), head if with_head else None, form))
+            assert lines and all("\n" not in line.text for line in lines), (way, new)
+
+
+@pytest.mark.parametrize("key", ["dtype", "kind", "options"])
+def test_a_record_of_any_kind_is_a_line(
+    key: str, exports: dict[tuple[str, str], tuple[Path, Head]], tmp_path: Path
+) -> None:
+    folder, head = exports["vllm", "eagle3"]
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    edit(copy / "spechead.json", lambda c: c.update({key: ["x"], "target": c["target"] | {"name": 5}}))
+    assert list(check_folder(copy, tiny("llama"), head))
+
+
+def test_the_longest_text_is_a_number(exports: dict[tuple[str, str], tuple[Path, Head]], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(exports["vllm", "eagle3"][0], copy)
+    edit(copy / "config.json", lambda c: c.update({"max_position_embeddings": "many"}))
+    told = failed(check_folder(copy, tiny("llama")))
+    assert "FAIL  longest text  max_position_embeddings is many: a whole number is expected" in told
+
+
+def test_a_tokenizer_in_the_folder_is_the_targets(
+    exports: dict[tuple[str, str], tuple[Path, Head]], tmp_path: Path
+) -> None:
+    """Token -> id, or [token, score] in the order of ids, as Unigram tokenizers have it."""
+    copy = tmp_path / "copy"
+    shutil.copytree(exports["vllm", "eagle3"][0], copy)
+    (copy / "spechead.json").unlink()
+    ids = dict(sorted(tiny("llama").tokenizer.get_vocab().items(), key=lambda item: item[1]))
+    first, second, *rest = ids
+    listed = [[token, -1.0] for token in ids]
+    other, none = "has other tokens than the target's", "holds no vocabulary"
+    for vocab, told in (
+        (ids, "the target's"),
+        (listed, "the target's"),
+        (ids | {first: ids[second], second: ids[first]}, other),
+        ([[second, -1.0], [first, -1.0], *([token, -1.0] for token in rest)], other),
+        ([["zzz", -1.0]], other),
+        ([1], none),
+        ("x", none),
+        (None, none),
+    ):
+        (copy / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
+        lines = {line.name: line for line in check_folder(copy, tiny("llama"))}
+        assert told in lines["tokenizer"].text and lines["tokenizer"].ok == (told == "the target's"), vocab
+    (copy / "tokenizer.json").write_text('{"model": 5}')
+    assert f"FAIL  tokenizer     tokenizer.json {none}" in failed(check_folder(copy, tiny("llama")))
+
+
+def test_what_push_refuses_is_told(exports: dict[tuple[str, str], tuple[Path, Head]], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(exports["vllm", "eagle3"][0], copy)
+    (copy / "sub").mkdir()
+    (copy / "notes.txt").write_text("mine")
+    lines = {line.name: line.text for line in check_folder(copy, tiny("llama"))}
+    assert lines["beside"] == "notes.txt, sub: not of the export; servers may not mind, spechead push does"

@@ -207,3 +207,35 @@ def test_an_export_for_another_target_is_imported_by_force_alone(
     assert (tmp_path / "back" / "model.safetensors").is_file()
     (tmp_path / "out" / "spechead.json").unlink()  # files of others say nothing of weights
     run(command.replace("back", "again"))
+
+
+def test_a_changed_export_is_imported_by_force_alone(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(f"export --head {tiny_run / 'eagle3'} --to vllm -o {tmp_path / 'out'}")
+    path = tmp_path / "out" / "config.json"
+    path.write_text(path.read_text().replace('"norm_output": false', '"norm_output": true'))
+    command = f"import {tmp_path / 'out'} --target {tiny_run / 'target'} -o {tmp_path / 'back'}"
+    with pytest.raises(SystemExit):
+        run(command)
+    shown = capsys.readouterr().err
+    assert "is not what was exported: config.json: norm_output is true, exported false" in shown and "--force" in shown
+    assert not (tmp_path / "back").exists()
+    run(f"{command} --force")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["config"]["norm_output"] is True
+
+
+def test_a_head_with_an_adapter_is_checked_against_a_merged_target(
+    tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(f"export --head {tiny_run / 'eagle3'} --to vllm -o {tmp_path / 'out'}")
+    adapted = tmp_path / "adapted"
+    shutil.copytree(tiny_run / "eagle3", adapted)
+    config = json.loads((adapted / "config.json").read_text())
+    config["target"] |= {"adapter": "org/lora", "fingerprint": "other"}
+    (adapted / "config.json").write_text(json.dumps(config))
+    for more in ("", f" --target {tiny_run / 'target'}"):
+        with pytest.raises(SystemExit):
+            run(f"check {tmp_path / 'out'} --head {adapted}{more}")
+        assert "adapter 'org/lora', and a server loads the plain target: merge" in capsys.readouterr().err
+    run(f"check {tmp_path / 'out'} --head {adapted} --target {tiny_run / 'target'} --force")

@@ -63,8 +63,9 @@ def test_a_pickle_does_not_run(name: str, exported: Path) -> None:
     with pytest.raises(UserError, match="damaged"):
         read_tensors(exported)
     torch.save({"fc.weight": Evil()}, exported / name)
-    with pytest.raises(UserError, match="damaged"):
+    with pytest.raises(UserError, match="damaged") as told:
         read_tensors(exported)
+    assert "weights_only" not in str(told.value), "torch's advice runs the code"
     assert not Path("/tmp/spechead-test-pickle-ran").exists()
 
 
@@ -81,7 +82,7 @@ def test_a_configuration_of_100_mb_is_not_read(exported: Path) -> None:
     assert any("has 100 MB" in line.text for line in check_folder(exported, tiny("llama")) if not line.ok)
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", "[" * 100000, "\xff"])
+@pytest.mark.parametrize("text", ["[1]", "null", "{", "[" * 100000, "\xff"])
 def test_what_is_no_configuration_is_one_line(text: str, exported: Path) -> None:
     (exported / "config.json").write_text(text, encoding="latin-1")
     with pytest.raises(UserError, match="config.json"):
@@ -99,6 +100,58 @@ def test_settings_of_a_wrong_kind_are_one_line(key: str, value: Any, exported: P
         assert "\n" not in str(error)
     else:
         assert key in ("architectures", "rope_parameters")  # whose absence has a meaning
+
+
+def test_nesting_without_end_is_one_line(exported: Path) -> None:
+    (exported / "config.json").write_text('{"a":' + "[" * 900 + "]" * 900 + "}")
+    with pytest.raises(UserError, match="nested too deeply"):
+        read_config(exported / "config.json")
+
+
+@pytest.mark.parametrize(
+    "dtype, told",
+    [
+        (torch.int8, "quantised tensors, and heads are read in full: {name} is int8"),
+        (torch.uint8, "{name} is uint8"),
+        (torch.float8_e4m3fn, "{name} is float8_e4m3fn"),
+        (torch.int32, "{name} is int32|{name} is not the target's"),
+    ],
+)
+@pytest.mark.parametrize("name", ["fc.weight", "lm_head.weight"])
+def test_weights_that_are_no_plain_floats_are_refused(
+    name: str, dtype: torch.dtype, told: str, exported: Path, tmp_path: Path
+) -> None:
+    if name == "lm_head.weight":  # the target's own, in a Medusa head that shares it
+        write_export(make_head("medusa-shared", tiny("llama")), "vllm", exported, about(tiny("llama"), tmp_path))
+    tensors = load_file(exported / "model.safetensors")
+    save_file(tensors | {name: tensors[name].to(dtype)}, exported / "model.safetensors")
+    with pytest.raises(UserError, match=told.format(name=name)):
+        read_head("vllm", exported, tiny("llama"))
+    assert any(name in line.text for line in check_folder(exported, tiny("llama")) if not line.ok)
+
+
+@pytest.mark.parametrize(
+    "form, name, change, told",
+    [
+        ("vllm", "eagle3", {"num_hidden_layers": 10**7}, "ask for n_layers 10000000, and the files hold 15 tensors"),
+        ("vllm", "eagle", {"num_hidden_layers": 10**7}, "ask for num_hidden_layers 10000000"),
+        ("vllm", "eagle3", {"num_attention_heads": 10**9, "head_dim": 10**6}, "q_proj.weight is"),
+        ("vllm", "eagle3", {"intermediate_size": 10**11}, "gate_proj.weight is"),
+        ("tgi", "medusa", {"medusa_num_heads": 10**9}, "ask for n_heads 1000000000, n_layers 1, and the files hold 15"),
+        ("tgi", "medusa", {"medusa_num_layers": "(.*)+"}, "medusa_num_layers is .*, and must be a whole number"),
+        ("vllm", "medusa", {"num_heads": 4.5}, "n_heads is 4.5, and must be a whole number above 0"),
+        ("vllm", "medusa", {"num_hidden_layers": 10**400}, "ask for n_heads 5, n_layers 1000"),
+    ],
+)
+def test_sizes_without_end_are_refused_before_anything_is_made(
+    form: str, name: str, change: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    write_export(make_head(name, tiny("llama")), form, out, about(tiny("llama"), tmp_path))
+    config = json.loads((out / "config.json").read_text()) | change
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=told):
+        read_head(form, out, tiny("llama"))
 
 
 # ------------------------------------------------------------------------------------------------ others' files

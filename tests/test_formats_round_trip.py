@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from exporting import CARRIED, FAMILIES, HEADS_TO_EXPORT, about, make_head, tiny
+from exporting import CARRIED, FAMILIES, HEADS_TO_EXPORT, LLAMA3, about, make_head, tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +18,7 @@ from spechead.export import write_export
 from spechead.formats import layout
 from spechead.formats.foreign import FORMATS, detect
 from spechead.formats.llama_cpp import _halves, _pairs, _shortest
+from spechead.heads import HEADS, Head
 
 STORED_ROWS_ALONE = {"sglang", "eagle", "trtllm"}  # embed with them, whatever the files hold
 
@@ -108,6 +111,59 @@ def test_a_target_with_an_adapter_is_refused(tmp_path: Path) -> None:
         target.adapter = ""
 
 
+def with_scaling(scaling: dict[str, Any], kind: str = "eagle3") -> Head:
+    torch.manual_seed(1)
+    config = HEADS[kind].Config(draft_vocab_size=40 if kind == "eagle3" else 0, rope_theta=1e4, rope_scaling=scaling)
+    head = HEADS[kind](config, tiny("llama"))
+    if head.reduced:
+        head.set_vocabulary(torch.arange(40) * 2 + 1)
+    return head.eval().requires_grad_(False)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang", "speculators", "trtllm", "eagle", "llama.cpp"])
+@pytest.mark.parametrize(
+    "scaling, why",
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type 'dynamic': servers compute it otherwise"),
+        (YARN | {"attention_factor": 0.5}, "yarn has attention_factor: servers do not read it"),
+    ],
+)
+def test_positions_that_servers_compute_otherwise_are_refused(
+    form: str, scaling: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    head = with_scaling(scaling)
+    why = f"^rope_scaling .*{why}|^head option rope_scaling"  # where no scaling at all is carried
+    with pytest.raises(UserError, match=why):
+        write_export(head, form, tmp_path / "out", about(tiny("llama"), tmp_path))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("factor", [0, -2.0, None, "4", True, float("inf"), float("nan")])
+@pytest.mark.parametrize("kind", ["yarn", "linear"])
+def test_factors_are_above_0(kind: str, factor: Any) -> None:
+    with pytest.raises(UserError, match=f"rope_scaling {kind} gives no factor above 0"):
+        layout.needs_known_scaling((YARN if kind == "yarn" else DOUBLE) | {"factor": factor})
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang", "speculators", "trtllm"])
+@pytest.mark.parametrize("kind", ["rope_type yarn", "rope_type llama3"])
+def test_the_length_that_a_scaling_stretches_is_written(form: str, kind: str, tmp_path: Path) -> None:
+    """Servers stop without it; transformers takes the target's longest text."""
+    scaling = {key: value for key, value in (YARN if "yarn" in kind else LLAMA3).items() if "original" not in key}
+    head, out = with_scaling(scaling), tmp_path / "out"
+    write_export(head, form, out, about(tiny("llama"), tmp_path))
+    config = json.loads((out / "config.json").read_text())
+    config = config.get("transformer_layer_config", config)
+    assert config["rope_scaling"] == scaling | {"original_max_position_embeddings": 256}
+    assert config["rope_parameters"] == config["rope_scaling"] | {"rope_theta": 1e4}
+    del config["rope_scaling"]["original_max_position_embeddings"]
+    with pytest.raises(UserError, match="gives no original_max_position_embeddings above 0: servers stop at load"):
+        layout.shape(config | {"rope_parameters": {}})
+
+
 # ------------------------------------------------------------------------------------------------ conversions
 
 
@@ -159,6 +215,12 @@ def test_rotary_positions_in_old_and_new_words(
     config: dict[str, object], found: tuple[float, dict[str, object]]
 ) -> None:
     assert layout.rotary_of(config) == found
+
+
+def test_rotary_positions_of_a_part_are_refused() -> None:
+    with pytest.raises(UserError, match="partial_rotary_factor is 0.5: heads here rotate all"):
+        layout.rotary_of({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}})
+    assert layout.rotary_of({"partial_rotary_factor": 1.0, "rope_theta": 5.0}) == (5.0, {})
 
 
 def test_rotary_positions_that_disagree_are_refused() -> None:

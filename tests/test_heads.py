@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import get_type_hints
 
 import conftest
 import pytest
@@ -20,7 +22,7 @@ from spechead.errors import UserError
 from spechead.formats.native import head_target, load_head, save_head
 from spechead.generate import Speculation, generate
 from spechead.heads import HEADS, Head, unrolled
-from spechead.heads.base import ahead
+from spechead.heads.base import ahead, check_ranges
 from spechead.heads.medusa import Medusa
 from spechead.heads.unrolled import UnrolledHead
 from spechead.target import Target
@@ -445,3 +447,13 @@ def test_layers_are_checked(target: Target) -> None:
         with pytest.raises(UserError, match=r"head\.options\.layers"):
             make_head("eagle3", target, layers=layers)
     assert make_head("eagle3", target, layers=[1, 7]).layers == (1, 7)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_every_number_among_the_options_has_a_range(kind: str) -> None:
+    hints = get_type_hints(HEADS[kind].Config, include_extras=True)
+    assert [name for name, hint in hints.items() if hint in (int, float)] == []
+    for name, hint in hints.items():
+        if hasattr(hint, "__metadata__"):
+            with pytest.raises(UserError, match=rf"option head\.options\.{name}: must be "):
+                check_ranges(replace(HEADS[kind].Config(), **{name: -1}))

@@ -100,11 +100,13 @@ def test_resume_carries_on_after_a_kill_in_the_middle_of_a_line(tmp_path: Path) 
     with (tmp_path / "log.jsonl").open("a") as file:
         file.write('{"step": 3, "lo')
     assert [row["step"] for row in read_log(tmp_path)] == [1, 2]
-    second = RunLog(tmp_path, resume=True)
+    second = RunLog(tmp_path, resume=1)  # its last checkpoint
+    assert [row["step"] for row in read_log(tmp_path)] == [1]
     second.record(2, {"loss": 1.5})
     second.record(3, {"loss": 1.0})
     second.close()
-    assert [(row["step"], row["loss"]) for row in read_log(tmp_path)] == [(1, 3.0), (2, 1.5), (3, 1.0)]
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [(json.loads(line)["step"], json.loads(line)["loss"]) for line in lines] == [(1, 3.0), (2, 1.5), (3, 1.0)]
 
 
 def test_without_resume_the_log_starts_anew(tmp_path: Path) -> None:
@@ -136,7 +138,7 @@ OFFLINE = """
 import sys
 from pathlib import Path
 from spechead.log import RunLog
-for resume in (False, True):
+for resume in (0, 1):
     run = RunLog(Path(sys.argv[1]), "offline", "p", {"optim": {"betas": [0.9, 0.95]}}, resume)
     run.record(1 + resume, {"loss": 2.0, "validation/loss": float("nan")})
     run.close()
@@ -183,7 +185,7 @@ def test_wandb_gets_every_record_and_a_resumed_run_keeps_its_id(
         return run
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
-    for resume in (False, True):
+    for resume in (0, 4):
         written = RunLog(tmp_path, "offline", "p", {"lr": 1.0}, resume)
         written.record(5, {"loss": 1.0})
         written.close()

@@ -95,9 +95,31 @@ def test_a_server_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytes
         serve.ask(options(tmp_path), make_target("llama"), [], "name")
 
 
+@pytest.mark.parametrize(
+    ("counters", "post", "told"),
+    [
+        ("vllm:prompt_tokens_total 3.0", None, "accepted drafts at 0 depths, not at 3; see .*name.log"),
+        (COUNTERS, "self.send_error(500)", "HTTP Error 500.*; see .*name.log"),
+        (COUNTERS, 'self.reply("{}")', "gave no answer that can be read .*choices.*; see .*name.log"),
+    ],
+)
+def test_a_server_that_answers_badly_is_told(
+    counters: str, post: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = SERVER if post is None else SERVER.replace('assert asked["temperature"] == 0', f"return {post}")
+    stand_in(tmp_path, f"COUNTERS = {counters!r}\n{source}")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    asked = [Question(Prompt(1, "other", ""), [1, 5], 2)]
+    with pytest.raises(UserError, match=told):
+        serve.ask(options(tmp_path), make_target("llama"), asked, "name", {"method": "eagle3"})
+
+
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no head"):
         serve.ServeOptions(vllm=sys.executable)
+    for name in ("prompts", "max_new_tokens", "drafts"):
+        with pytest.raises(UserError, match=f"option {name}: must be at least 1, got 0"):
+            serve.ServeOptions(vllm=sys.executable, head=["some"], **{name: 0})
     with pytest.raises(UserError, match="is no program"):
         serve.ServeOptions(vllm=str(tmp_path / "python"), head=["some"])
 

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -114,7 +115,8 @@ def test_a_killed_run_resumes_bit_exactly(kind: str, folder: Path, tmp_path: Pat
     train(recipe(folder, out, kind, **changes))
     for name, tensor in weights(tmp_path / "straight").items():
         assert torch.equal(tensor, weights(out)[name]), name
-    assert [row["step"] for row in read_log(out)] == list(range(1, 9))
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in lines if "loss" in row] == list(range(1, 9))
 
 
 def test_gradient_checkpointing_does_not_change_the_weights(folder: Path, tmp_path: Path) -> None:
@@ -168,6 +170,27 @@ def test_a_finished_run_is_not_repeated_and_another_recipe_is_refused(folder: Pa
         with pytest.raises(UserError, match=r"holds a run with"):
             train(recipe(folder, out, **changes))
     train(recipe(folder, out, **{"engine.feature_memory_gb": 1}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head.options.layers": "[99]"}, r"head\.options\.layers"),
+        ({"adapter.peft": "{peft_type: none}"}, "peft_type"),
+        ({"optim.patience": 1, "log.validate_every": 8}, "optim.patience: 1 counts .*validate_every 8 of 8 steps"),
+        ({"optim.patience": 1, "data.limit": 1}, "optim.patience: 1 .* with 0 held-out samples"),
+    ],
+)
+def test_a_refused_run_leaves_no_folder(changes: dict[str, Any], message: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        train(recipe(folder, tmp_path / "runs" / "run", **changes))
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_place_that_cannot_be_written_is_told_before_the_target_is_loaded(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot make the folder .*file/run: .*file is a file"):
+        train(recipe(folder, tmp_path / "file" / "run", **{"target.name": "no such"}))
 
 
 def test_data_written_with_other_template_keywords_is_told(

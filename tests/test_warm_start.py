@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import BASE, FAMILIES, make_target
 from training import recipe, weights, write_tiny
+from transformers import LlamaConfig
 
 from spechead.dataset import Sample, draft_vocabulary
 from spechead.errors import UserError
@@ -17,6 +19,7 @@ from spechead.heads import HEADS, Head
 from spechead.recipe import HeadRecipe, Recipe
 from spechead.target import Target
 from spechead.train import make_head, train
+from spechead.warm_start import other_target
 
 OLD = torch.tensor([3, 10, 11, 12, 50, 60, 70, 80])
 TEXT = torch.tensor([3] * 9 + [20] * 8 + [21] * 7 + [22] * 6 + [10] * 5 + [90] * 4)
@@ -114,6 +117,23 @@ def test_what_does_not_fit_is_refused(
         started(kind, target, tmp_path / "nowhere", vocabulary, **options)
 
 
+@pytest.mark.parametrize(("kind", "ids"), [("eagle3", OLD), ("eagle3", None), ("medusa", None)])
+def test_a_target_of_another_vocabulary_is_refused(
+    kind: str, ids: torch.Tensor | None, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, "fewer-tokens", lambda: LlamaConfig(**BASE | {"vocab_size": 90}))
+    smaller = make_target("fewer-tokens")
+    earlier(kind, target, tmp_path, ids)
+    with pytest.raises(UserError, match=rf"its target .* has {target.vocab_size} tokens, .* has 90"):
+        started(kind, smaller, tmp_path, draft_vocab_size=0 if ids is None else 8)
+
+
+def test_other_weights_of_the_target_are_told(target: Target, tmp_path: Path) -> None:
+    earlier("eagle3", target, tmp_path)
+    assert other_target(tmp_path, target) == ""
+    assert "was trained for target" in other_target(tmp_path, make_target("llama", seed=5))
+
+
 def test_training_may_differ(target: Target, tmp_path: Path) -> None:
     earlier("eagle3", target, tmp_path, steps=2)
     assert started("eagle3", target, tmp_path, draft_vocab_size=8, steps=5, loss="lk_alpha").config.steps == 5
@@ -143,5 +163,5 @@ def test_a_run_from_before_an_option_is_the_same_run(tmp_path: Path) -> None:
     del before["head"]["init_from"], before["head"]["init_vocabulary"]
     noted.write_text(json.dumps(before))
     assert train(recipe(folder, tmp_path / "run", **{"optim.steps": 1})) == first
-    with pytest.raises(UserError, match=r"head\.init_vocabulary = 'keep', now 'remap'"):
-        train(recipe(folder, tmp_path / "run", **{"optim.steps": 1, "head.init_vocabulary": "remap"}))
+    with pytest.raises(UserError, match=r"head\.init_from = '', now 'some'"):
+        train(recipe(folder, tmp_path / "run", **{"optim.steps": 1, "head.init_from": "some"}))

@@ -45,17 +45,22 @@ def refuse(head: Head, server: str, carries: Carries, cannot: Mapping[str, str])
     if head.kind not in carries:
         known = ", ".join(sorted(carries))
         raise UserError(f"{server} has no {head.kind} heads in this format (it has: {known}); nothing is written")
-    if adapter := getattr(head.target, "adapter", ""):
-        raise UserError(
-            f"the head was trained for a target with the adapter {adapter!r}, and {server} loads the plain target: "
-            "merge the adapter into a folder of the target and export with --target FOLDER --force"
-        )
+    refuse_adapter(getattr(head.target, "adapter", ""), server)
     said = carries[head.kind] | SHAPE | TRAINING.get(head.kind, set())
     for field in fields(head.config):
         value = getattr(head.config, field.name)
         if field.name not in said and value != _default(field):
             why = cannot.get(field.name, f"the export to {server} does not know this option")
             raise UserError(f"head option {field.name}={value}: {why}; nothing is written")
+
+
+def refuse_adapter(adapter: str, server: str) -> None:
+    """Raise UserError for a head whose target carries an adapter; "" is none."""
+    if adapter:
+        raise UserError(
+            f"the head was trained for a target with the adapter {adapter!r}, and {server} loads the plain target: "
+            "merge the adapter into a folder of the target and export with --target FOLDER --force"
+        )
 
 
 def _default(field: Any) -> Any:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import re
 import secrets
 import shutil
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,13 +20,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spechead.errors import UserError, first_line
+from spechead.errors import UserError
 from spechead.files import make_folder, read_json, reason
 from spechead.formats.gguf_file import read_gguf
 
 CONFIG, WEIGHTS, RECORD, CARD = "config.json", "model.safetensors", "spechead.json", "README.md"
 PICKLED = (".bin", ".pt", ".pth", ".pkl")
+_PLAIN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # weights
+_PLAIN |= {torch.bool, torch.int32, torch.int64}  # tables of tokens
 _MOST_JSON = 32 << 20  # bytes; no configuration needs a tenth of it
+_DEEPEST = 50  # levels of lists and objects
+_SAFE = "ask for safetensors"
 _ABSOLUTE = re.compile(r"^(?:/[^/\s]|~/|[A-Za-z]:[\\/])")
 
 
@@ -77,19 +79,42 @@ def read_config(path: Path) -> dict[str, Any]:
         raise UserError(f"{path} has {size >> 20} MB: no configuration is as large, it is not read")
     try:
         value = read_json(path)
-    except RecursionError as error:
-        raise UserError(f"{path} is not valid JSON: nested too deeply") from error
+        deep = _deeper(value)
+    except RecursionError:
+        value, deep = None, True
+    if deep:
+        raise UserError(f"{path} is not valid JSON: nested too deeply")
     if not isinstance(value, dict):
         raise UserError(f"{path} holds no JSON object")
     return value
 
 
+def _deeper(value: Any) -> bool:
+    """Whether lists and objects lie in each other deeper than a configuration's."""
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [inner for outer in level if isinstance(outer, (dict, list)) for inner in _inside(outer)]
+    return bool(level)
+
+
+def _inside(outer: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return outer.values() if isinstance(outer, dict) else outer
+
+
 def read_tensors(folder: Path, *names: str) -> dict[str, Tensor]:
-    """The tensors in the first of the files `names` that `folder` has, by default those of transformers' names."""
+    """The tensors in the first of the files `names` that `folder` has, by default those of transformers' names.
+
+    Raises UserError for quantised ones: their numbers mean nothing without scales.
+    """
     names = names or (WEIGHTS, "pytorch_model.bin")
     for name in names:
         if (path := folder / name).is_file():
-            return _read_pickled(path) if path.suffix in PICKLED else _read_safetensors(path)
+            tensors = _read(path)
+            if odd := [f"{key} is {str(t.dtype)[6:]}" for key, t in sorted(tensors.items()) if t.dtype not in _PLAIN]:
+                raise UserError(
+                    f"{path} holds quantised tensors, and heads are read in full: {as_text(', '.join(odd))}"
+                )
+            return tensors
     raise UserError(f"{folder} holds none of {', '.join(names)}")
 
 
@@ -98,7 +123,11 @@ def read_file(path: Path) -> dict[str, Any]:
     if path.suffix == ".gguf":
         both = read_gguf(path)
         return both.settings | both.tensors
-    return read_config(path) if path.suffix == ".json" else read_tensors(path.parent, path.name)
+    return read_config(path) if path.suffix == ".json" else _read(path)
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    return _read_pickled(path) if path.suffix in PICKLED else _read_safetensors(path)
 
 
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -112,12 +141,12 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
     """torch's own files, of which nothing but tensors is taken: no code in them runs."""
     try:
         value = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
-        raise UserError(
-            f"{path} is damaged or holds more than tensors, and is not read: {first_line(error)}"
-        ) from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {reason(error)}") from error
+    except Exception as error:  # the bytes decide which; torch's own words advise to run the code
+        raise UserError(f"{path} is damaged, or holds more than tensors, and is not read: {_SAFE}") from error
     if not isinstance(value, dict) or not all(isinstance(tensor, Tensor) for tensor in value.values()):
-        raise UserError(f"{path} holds more than named tensors, and is not read")
+        raise UserError(f"{path} holds more than named tensors, and is not read: {_SAFE}")
     return {str(name): tensor for name, tensor in value.items()}
 
 

@@ -12,7 +12,7 @@ from typing import Protocol
 from spechead.errors import UserError
 from spechead.formats import eagle, llama_cpp, medusa, sglang, speculators, tgi, trtllm, vllm
 from spechead.formats.carried import About, Carries
-from spechead.formats.folder import CONFIG, read_config
+from spechead.formats.folder import CONFIG, as_text, read_config
 from spechead.formats.record import read_record
 from spechead.formats.served import Served
 from spechead.heads import Head
@@ -67,6 +67,10 @@ FORMATS: dict[str, Format] = {
 }
 
 
+WRONG_KIND = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+"""What code raises at a value of a kind that it does not expect. The values of others' files have any kind."""
+
+
 def format_of(name: str) -> Format:
     if name not in FORMATS:
         raise UserError(f"format {name!r} is not one of {', '.join(FORMATS)}")
@@ -81,9 +85,14 @@ def read_head(name: str, folder: Path, target: Target) -> tuple[Served, Head]:
     try:
         served = format_of(name).load(folder, target)
         return served, served.head(target)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(f"settings or tensors are not of the kind that {name} files have ({what})") from error
+    except WRONG_KIND as error:
+        raise UserError(wrong_kind(error, name)) from error
+
+
+def wrong_kind(error: Exception, name: str) -> str:
+    """A line on one of WRONG_KIND, for files of the format `name`."""
+    what = as_text(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    return f"settings or tensors are not of the kind that {name} files have ({what})"
 
 
 def detect(folder: Path) -> str:

@@ -7,6 +7,7 @@ Legend: V target vocabulary, D draft vocabulary, H hidden size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -22,12 +23,21 @@ from spechead.target import Target
 UNKNOWN_LENGTH = 131072  # for targets whose configuration names no longest text
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 """Norms that an EAGLE-3 head may have: options of the head, and keys of configurations."""
+SCALINGS = {
+    "linear": {"factor"},
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
+    "yarn": {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"},
+}
+"""Scaling of rotary positions -> its words that servers compute with as transformers does. They rescale `dynamic` at
+every length, choose the factors of `longrope` by the longest text they were started for, and drop other words."""
+_LENGTH = "original_max_position_embeddings"
 
 
 def llama_config(head: Head, about: About) -> dict[str, Any]:
     """The keys of a llama configuration for the head's decoder layer(s); rotary positions in old and new words."""
     c, target = head.config, head.target
-    rope = {"rope_type": "default"} | c.rope_scaling
+    rope = {"rope_type": "default"} | _with_length(c.rope_scaling, target)
+    needs_known_scaling(rope)
     config = {
         "model_type": "llama",
         "hidden_size": c.hidden_size,
@@ -65,6 +75,7 @@ def shape(config: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"the settings give no {', '.join(absent)} above 0")
     heads = config["num_attention_heads"]
     theta, scaling = rotary_of(config)
+    needs_known_scaling({"rope_type": "default"} | scaling)
     if not _positive(theta):
         raise UserError(f"rope_theta is {theta}, and must be above 0")
     found = {name: config[name] for name in numbers} | {
@@ -77,7 +88,34 @@ def shape(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _positive(value: Any) -> bool:
     """A head would take what is 0 from its target."""
-    return isinstance(value, (int, float)) and value > 0
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def needs_known_scaling(scaling: Mapping[str, Any]) -> None:
+    """Refuse scalings of rotary positions that servers compute otherwise, or stop at."""
+    kind = scaling["rope_type"]
+    if kind == "default":
+        return
+    if kind not in SCALINGS:
+        raise UserError(
+            f"rope_scaling is of rope_type {kind!r}: servers compute it otherwise than heads here (alike are "
+            f"{', '.join(SCALINGS)}); a head trained with a head.options.rope_theta of its own has none"
+        )
+    told = {name: value for name, value in scaling.items() if name != "rope_type" and value is not None}
+    if odd := sorted(told.keys() - SCALINGS[kind]):
+        raise UserError(f"rope_scaling {kind} has {', '.join(odd)}: servers do not read it, and draft otherwise")
+    needed = SCALINGS[kind] - {"beta_fast", "beta_slow"}
+    if wrong := sorted(name for name in needed | told.keys() if not _positive(told.get(name))):
+        raise UserError(f"rope_scaling {kind} gives no {', '.join(wrong)} above 0: servers stop at load, or misread it")
+
+
+def _with_length(scaling: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """A head's scaling with the length that it stretches: transformers takes the target's, if need be its longest."""
+    told = {name: value for name, value in scaling.items() if value is not None}
+    if _LENGTH in SCALINGS.get(told.get("rope_type", ""), ()):
+        own = getattr(target.config, _LENGTH, None)
+        told[_LENGTH] = own or told.get(_LENGTH) or target.config.max_position_embeddings
+    return told
 
 
 def rotary_of(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
@@ -87,7 +125,11 @@ def rotary_of(config: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
     thetas = {float(place["rope_theta"]) for place in (config, new) if place.get("rope_theta") is not None}
     if len(thetas) > 1:
         raise UserError(f"rope_theta is {config['rope_theta']}, but {new['rope_theta']} in rope_parameters")
-    scalings = [{k: v for k, v in words.items() if k not in ("rope_theta", "type")} for words in (new, old) if words]
+    for place in (config, new, old):
+        if (part := place.get("partial_rotary_factor")) not in (None, 1.0):
+            raise UserError(f"partial_rotary_factor is {part}: heads here rotate all of each query and key")
+    unused = ("rope_theta", "type", "partial_rotary_factor")
+    scalings = [{k: v for k, v in words.items() if k not in unused} for words in (new, old) if words]
     for words, source in zip(scalings, (w for w in (new, old) if w), strict=True):
         words["rope_type"] = source.get("rope_type", source.get("type", "default"))
     if len(scalings) == 2 and scalings[0] != scalings[1]:
@@ -203,6 +245,8 @@ def _with_vocabulary(found: dict[str, Tensor], size: int, total: int) -> dict[st
     """Check the draft vocabulary and bring it in the order of target ids, the output rows with it."""
     if "d2t" not in found:
         raise UserError(f"d2t is missing, and draft_vocab_size is {size} of {total}: all drafts would be other tokens")
+    if found["d2t"].is_floating_point():
+        raise UserError(f"d2t is {str(found['d2t'].dtype)[6:]}: whole numbers are expected")
     offsets = found["d2t"].long().flatten()
     if offsets.shape[0] != size:
         raise UserError(f"d2t has {offsets.shape[0]} entries, but draft_vocab_size is {size}")

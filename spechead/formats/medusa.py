@@ -15,7 +15,7 @@ from spechead.errors import UserError
 from spechead.files import write_json
 from spechead.formats import layout
 from spechead.formats.carried import About, refuse
-from spechead.formats.folder import CONFIG, read_config, read_tensors, write_tensors
+from spechead.formats.folder import CONFIG, as_text, read_config, read_tensors, write_tensors
 from spechead.formats.served import Served
 from spechead.heads import Head
 from spechead.target import Target
@@ -97,6 +97,8 @@ def read(folder: Path, target: Target) -> Served:
     config = read_config(folder / CONFIG)
     tensors = read_tensors(folder, WEIGHTS, "medusa_lm_head.pt")
     layers, heads = config.get("medusa_num_layers", 1), config.get("medusa_num_heads", 5)
+    if not isinstance(layers, int):
+        raise UserError(f"medusa_num_layers is {as_text(layers)}, and must be a whole number")
     for name, told in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if config.get(name, told) != told:
             raise UserError(f"{name} is {config[name]}, the target's is {told}")

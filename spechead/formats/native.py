@@ -84,6 +84,11 @@ def read_head(folder: Path) -> tuple[str, Any, dict[str, torch.Tensor]]:
     return config["kind"], _head_config(folder, config), _read_tensors(folder / WEIGHTS)
 
 
+def head_fingerprint(folder: Path) -> str:
+    """Which weights the head was trained for."""
+    return str(_read_config(folder)["target"]["fingerprint"])
+
+
 def head_target(folder: Path) -> str:
     """The name of the target that the head was trained for."""
     return str(_read_config(folder)["target"]["name"])
@@ -91,8 +96,15 @@ def head_target(folder: Path) -> str:
 
 def head_adapter(folder: Path) -> str:
     """The adapter that the head's target carries: the one trained with it, else the one it was given; "" for none."""
-    beside = folder / ADAPTER
-    return str(beside) if beside.is_dir() else str(_read_config(folder)["target"].get("adapter", ""))
+    beside, config = folder / ADAPTER, _read_config(folder)
+    if beside.is_dir():
+        return str(beside)
+    if config.get("meta", {}).get("adapter"):
+        raise UserError(
+            f"head {folder} was trained together with an adapter, and {beside} is missing: copy the whole folder of "
+            "the head, or give --target the model that the adapter was merged into, and --force"
+        )
+    return str(config["target"].get("adapter", ""))
 
 
 def head_in_four_bits(folder: Path) -> bool:

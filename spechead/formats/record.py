@@ -18,7 +18,7 @@ from torch import Tensor
 from spechead import __version__
 from spechead.errors import UserError
 from spechead.formats.carried import About
-from spechead.formats.folder import RECORD, as_text, read_config, read_file
+from spechead.formats.folder import CARD, RECORD, as_text, read_config, read_file
 from spechead.heads import Head
 
 _READ = (".json", ".safetensors", ".gguf")
@@ -61,6 +61,11 @@ def contents(folder: Path) -> dict[str, dict[str, Any]]:
     """File -> key -> what stands there: JSON values as they are, tensors as digests."""
     files = sorted(path for path in folder.iterdir() if path.suffix in _READ and path.name != RECORD)
     return {path.name: {key: _entry(value) for key, value in read_file(path).items()} for path in files}
+
+
+def beside(record: dict[str, Any], folder: Path) -> list[str]:
+    """What lies in the folder of an export and is none of its files."""
+    return sorted({path.name for path in folder.iterdir()} - {*record["files"], RECORD, CARD})
 
 
 def differences(wanted: dict[str, dict[str, Any]], folder: Path, missing: str, unknown: str) -> list[str]:

@@ -7,6 +7,8 @@ Legend: V target vocabulary, D draft vocabulary, H hidden size.
 
 from __future__ import annotations
 
+import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +16,12 @@ import torch
 from torch import Tensor
 
 from spechead.errors import UserError
+from spechead.formats.folder import as_text
 from spechead.heads import HEADS, Head
 from spechead.target import Target
 
+_PARTS = {"eagle": ("num_hidden_layers",), "eagle3": ("n_layers",), "medusa": ("n_heads", "n_layers")}
+"""Options that say how many layers or blocks a head has; each brings a tensor at least."""
 _SAMPLED = 256  # tokens that tell whether embeddings are scaled
 
 
@@ -31,15 +36,22 @@ class Served:
 
     def head(self, target: Target) -> Head:
         """The head, in float32. Raises UserError where the files do not make one, tensor by tensor."""
-        kind = HEADS[self.kind]
-        head = kind(kind.Config(**self.config), target)
-        ours, theirs = head.state_dict(), self.tensors
+        self._needs_parts()
+        kind, theirs = HEADS[self.kind], self.tensors
+        sizes = copy.deepcopy({name: value for name, value in self.config.items() if name != "rope_scaling"})
+        with torch.device("meta"):  # what the settings ask for may be larger than the memory
+            ours = kind(kind.Config(**sizes), target).state_dict()
         wrong = [f"missing {name}" for name in sorted(ours.keys() - theirs.keys())]
         wrong += [f"unknown {name}" for name in sorted(theirs.keys() - ours.keys())]
         wrong += [
             f"{name} is {list(theirs[name].shape)}, not {list(ours[name].shape)}"
             for name in sorted(ours.keys() & theirs.keys())
             if ours[name].shape != theirs[name].shape
+        ]
+        wrong += [
+            f"{name} is {str(theirs[name].dtype)[6:]}"
+            for name in sorted(ours.keys() & theirs.keys())
+            if ours[name].is_floating_point() != theirs[name].is_floating_point()
         ]
         wrong += [f"{name} holds NaN or infinity" for name, tensor in sorted(theirs.items()) if not _finite(tensor)]
         if wrong:
@@ -48,8 +60,19 @@ class Served:
             raise UserError(
                 "embed_tokens.weight differs from the target's embeddings; heads here embed with the target's own"
             )
+        head = kind(kind.Config(**self.config), target)
         head.load_state_dict({name: tensor.to(ours[name].dtype) for name, tensor in theirs.items()})
         return head.eval().requires_grad_(False)
+
+    def _needs_parts(self) -> None:
+        """Refuse more layers than there are tensors, before they are made."""
+        asked = {name: self.config[name] for name in _PARTS[self.kind]}
+        for name, count in asked.items():
+            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+                raise UserError(f"{name} is {as_text(count)}, and must be a whole number above 0")
+        if math.prod(asked.values()) > len(self.tensors):
+            told = ", ".join(f"{name} {as_text(count)}" for name, count in asked.items())
+            raise UserError(f"the settings ask for {told}, and the files hold {len(self.tensors)} tensors")
 
 
 def stored_embedding(target: Target) -> Tensor:
@@ -77,4 +100,5 @@ def _finite(tensor: Tensor) -> bool:
 
 def _same(theirs: Tensor, ours: Tensor) -> bool:
     """Whether rows are equal, up to what the files' dtype rounds."""
-    return theirs.shape == ours.shape and torch.equal(theirs.to("cpu"), ours.to("cpu", theirs.dtype))
+    alike = theirs.is_floating_point() and theirs.shape == ours.shape
+    return alike and torch.equal(theirs.to("cpu"), ours.to("cpu", theirs.dtype))

@@ -176,5 +176,5 @@ def _needs_target_rows(found: dict[str, Tensor], target: Target) -> None:
         raise UserError("lm_head.weight is missing, and original_lm_head is set: vLLM leaves it uninitialised")
     rows = found.pop(names[0])
     ours = target.output_rows(None)[0]
-    if rows.shape != ours.shape or not torch.equal(rows, ours.to("cpu", rows.dtype)):
+    if not rows.is_floating_point() or rows.shape != ours.shape or not torch.equal(rows, ours.to("cpu", rows.dtype)):
         raise UserError(f"{names[0]} is not the target's output layer; heads here share that one alone")

@@ -8,15 +8,17 @@ Legend: B batch rows, T tokens, D draft vocabulary, V target vocabulary, H hidde
 from __future__ import annotations
 
 import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from spechead.dataset import Batch
+from spechead.errors import UserError
 from spechead.packed import PackedLinear
 from spechead.sampling import Drawing
 from spechead.target import Target, TargetOutput
@@ -64,6 +66,32 @@ def noise_of(batch: Batch, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
+@dataclass(frozen=True)
+class Range:
+    """What an option may be, as the field's annotation tells: `decay: Annotated[float, Range(0)] = 0.8`.
+
+    Of a list, what each of its numbers may be.
+    """
+
+    least: float
+    below: float = math.inf
+
+    def holds(self, value: Any) -> bool:
+        return isinstance(value, int | float) and self.least <= value < self.below
+
+    def __str__(self) -> str:
+        return f"at least {self.least}" if self.below == math.inf else f"from {self.least} to below {self.below}"
+
+
+def check_ranges(config: Any) -> None:
+    """Raise UserError for the first option of a head's `Config` that is outside its `Range`."""
+    for name, hint in get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        for span in getattr(hint, "__metadata__", ()):
+            if not all(map(span.holds, value if isinstance(value, list) else [value])):
+                raise UserError(f"option head.options.{name}: must be {span}, got {value}")
+
+
 class Head(nn.Module, ABC):
     """Base of all heads. A subclass adds `Config`, the modules, `training_step`, `new_state` and `propose`."""
 
@@ -78,6 +106,7 @@ class Head(nn.Module, ABC):
 
     def __init__(self, config: Any, target: Target) -> None:
         super().__init__()
+        check_ranges(config)
         self.config = config
         self.target = target  # not a module: stays out of the parameters and of the saved file
         self.tree = chain(3)

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from spechead.dataset import Batch
 from spechead.errors import UserError
-from spechead.heads.base import Hits, ahead, noise_of
+from spechead.heads.base import Hits, Range, ahead, noise_of
 from spechead.heads.judge import Judge, TrueRows
 from spechead.heads.unrolled import DecoderShape, UnrolledHead
 from spechead.layers import Attend
@@ -37,28 +38,28 @@ _EMBEDDINGS = 4096  # tokens whose embeddings tell how large all are
 class EagleConfig(DecoderShape):
     """Shape and loss of the head."""
 
-    num_hidden_layers: int = 1
+    num_hidden_layers: Annotated[int, Range(1)] = 1
     """Decoder layers, one above the other; servers expect one."""
     fc_bias: bool = False
     """A bias behind the fusion of embedding and feature; the EAGLE project has one, vLLM takes none."""
     attention_bias: bool | None = None
     """Biases on queries, keys and values; unset: where the target has them."""
-    draft_vocab_size: int = 0
+    draft_vocab_size: Annotated[int, Range(0)] = 0
     """Rows of the target's output layer that are read (the most frequent supervised tokens; FR-Spec, arXiv 2502.14856);
     0 is its whole vocabulary."""
-    feature_weight: float = 1.0
+    feature_weight: Annotated[float, Range(0)] = 1.0
     """Of the regression of features (smooth L1)."""
-    logit_weight: float = 0.1
+    logit_weight: Annotated[float, Range(0)] = 0.1
     """Of the cross-entropy against the target's distribution."""
-    topk_weight: float = 0.0
+    topk_weight: Annotated[float, Range(0)] = 0.0
     """Of the cross-entropy over the target's likeliest tokens alone; HASS: 1."""
-    topk: int = 10
+    topk: Annotated[int, Range(1)] = 10
     """How many tokens that are."""
-    noise: float = 0.1
+    noise: Annotated[float, Range(0)] = 0.1
     """In training, features are off by up to this much, uniformly: the head must bear its own errors."""
-    steps: int = 1
+    steps: Annotated[int, Range(1)] = 1
     """Unrolled drafting steps in training; HASS: 3."""
-    step_decay: float = 1.0
+    step_decay: Annotated[float, Range(0)] = 1.0
     """Step s's loss weighs decay^s."""
     detach_steps: bool = False
     """Keep the gradient of a step from the steps before it, as HASS's code does."""
@@ -152,12 +153,10 @@ def _rms(x: Tensor) -> float:
 
 def _resolve(c: EagleConfig, target: Target) -> None:
     """Fill in what the target decides, and refuse what cannot be built."""
-    for name, least in (("num_hidden_layers", 1), ("steps", 1), ("topk", 1), ("noise", 0), ("step_decay", 0)):
-        if getattr(c, name) < least:
-            raise UserError(f"head.options.{name} {getattr(c, name)} must be at least {least}")
-    weights = {name: getattr(c, name) for name in ("feature_weight", "logit_weight", "topk_weight")}
-    if min(weights.values()) < 0 or not any(weights.values()):
-        raise UserError(f"head.options: {weights} must be at least 0, and one of them above it")
+    if not (c.feature_weight or c.logit_weight or c.topk_weight):
+        raise UserError(
+            "head.options: feature_weight, logit_weight and topk_weight are all 0; set one of them above it"
+        )
     c.fill(target)
     if c.attention_bias is None:
         names = [name for name, _ in target.last_block.named_parameters()]

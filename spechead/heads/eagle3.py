@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 
 from spechead.dataset import Batch
 from spechead.errors import UserError
-from spechead.heads.base import Hits
+from spechead.heads.base import Hits, Range
 from spechead.heads.judge import Judge
 from spechead.heads.unrolled import DecoderShape, UnrolledHead, start_near_identity, take_over
 from spechead.layers import Attend, GatedMLP, RMSNorm
@@ -32,15 +33,15 @@ class Eagle3Config(DecoderShape):
 
     layers: list[int] = field(default_factory=list)
     """Tapped layers, as indices into hidden_states; empty: low, middle and high = 2, L//2, L-3."""
-    steps: int = 3
+    steps: Annotated[int, Range(1)] = 3
     """Unrolled drafting steps in training."""
-    step_decay: float = 1.0
+    step_decay: Annotated[float, Range(0)] = 1.0
     """Step s's loss weighs decay^s."""
-    step_weights: list[float] = field(default_factory=list)
+    step_weights: Annotated[list[float], Range(0)] = field(default_factory=list)
     """One weight for each step, in place of the decay."""
-    n_layers: int = 1
+    n_layers: Annotated[int, Range(1)] = 1
     """Decoder layers, one above the other; the first alone reads the embedding."""
-    draft_vocab_size: int = 8192
+    draft_vocab_size: Annotated[int, Range(0)] = 8192
     """Rows of the output layer (the most frequent supervised tokens); 0 is the target's whole vocabulary."""
     loss: str = "soft_ce"
     """`soft_ce`: against the target's distribution over the draft vocabulary; `hard_ce`: against the text's token;
@@ -168,12 +169,10 @@ def _resolve(c: Eagle3Config, target: Target) -> None:
             f"head.options.layers {c.layers}: needs distinct indices from 0 to {layers} "
             f"(the target has {layers} layers)"
         )
-    if c.n_layers < 1 or c.steps < 1:
-        raise UserError(f"head.options: n_layers {c.n_layers} and steps {c.steps} must be at least 1")
     if c.step_weights and len(c.step_weights) != c.steps:
         raise UserError(f"head.options.step_weights {c.step_weights}: needs one for each of {c.steps} steps")
-    if min(c.step_weights, default=0) < 0:
-        raise UserError(f"head.options.step_weights {c.step_weights}: none may be below 0")
+    if c.step_weights and not any(c.step_weights):
+        raise UserError(f"head.options.step_weights {c.step_weights}: one of them must be above 0")
     if c.norm_before_fc and c.fc_norm:
         raise UserError("head.options: norm_before_fc and fc_norm are two ways of one thing; choose one")
     loss_named(c.loss)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from spechead.cache import Rows
 from spechead.dataset import Batch
 from spechead.drafters.grow import grow
 from spechead.errors import UserError
-from spechead.heads.base import Head, Hits, ahead, noise_of
+from spechead.heads.base import Head, Hits, Range, ahead, noise_of
 from spechead.heads.judge import Judge
 from spechead.heads.unrolled import CachedAttention, DecoderShape, UnrolledAttention, start_near_identity
 from spechead.losses import loss_named
@@ -42,9 +43,9 @@ Drop = Callable[[Tensor], Tensor]
 class HydraConfig(DecoderShape):
     """Shape and loss of the heads; the shape of a decoder layer is that of the prefix layer."""
 
-    n_heads: int = 4
+    n_heads: Annotated[int, Range(1)] = 4
     """Heads, one behind the other; also the deepest draft."""
-    n_layers: int = 1
+    n_layers: Annotated[int, Range(1)] = 1
     """Residual blocks of each head."""
     prefix: bool = False
     """A decoder layer over the target's hidden states, whose output the heads read in their place."""
@@ -54,13 +55,13 @@ class HydraConfig(DecoderShape):
     loss: str = "hard_ce"
     """`hard_ce`: against the text's token; `soft_ce`: against the target's distribution over the draft vocabulary; or
     another of losses.LOSSES."""
-    dropout: float = 0.0
+    dropout: Annotated[float, Range(0, below=1)] = 0.0
     """Share of what each block and output layer reads that is zeroed in training."""
     output: str = "own"
     """`own`: each head trains its output layer; `shared`: the target's, frozen, no weight of its own."""
-    draft_vocab_size: int = 0
+    draft_vocab_size: Annotated[int, Range(0)] = 0
     """Rows of the output layer (the most frequent supervised tokens); 0 is the target's whole vocabulary."""
-    decay: float = 1.0
+    decay: Annotated[float, Range(0)] = 1.0
     """Head k's loss weighs decay^k."""
 
 
@@ -216,8 +217,4 @@ def _resolve(c: HydraConfig, target: Target) -> None:
     if c.output not in ("own", "shared"):
         raise UserError(f"head.options.output {c.output!r} is not own or shared")
     loss_named(c.loss)
-    if c.n_heads < 1 or c.n_layers < 1:
-        raise UserError(f"head.options: n_heads {c.n_heads} and n_layers {c.n_layers} must be at least 1")
-    if not 0 <= c.dropout < 1:
-        raise UserError(f"head.options.dropout {c.dropout} must be at least 0 and below 1")
     c.fill(target)

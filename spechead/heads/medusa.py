@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from spechead.dataset import Batch
 from spechead.drafters.grow import grow
 from spechead.errors import UserError
-from spechead.heads.base import Head, Hits
+from spechead.heads.base import Head, Hits, Range
 from spechead.heads.judge import Judge
 from spechead.losses import LOSSES
 from spechead.sampling import Drawing
@@ -29,17 +30,17 @@ from spechead.tree import Plan, Tree, chain
 class MedusaConfig:
     """Shape and loss of the heads."""
 
-    n_heads: int = 4
+    n_heads: Annotated[int, Range(1)] = 4
     """Parallel heads; also the deepest draft."""
-    n_layers: int = 1
+    n_layers: Annotated[int, Range(1)] = 1
     """Residual blocks of each head."""
     output: str = "own"
     """`own`: each head trains its output layer; `shared`: the target's, frozen, no weight of its own."""
-    draft_vocab_size: int = 0
+    draft_vocab_size: Annotated[int, Range(0)] = 0
     """Rows of the output layer (the most frequent supervised tokens); 0 is the target's whole vocabulary."""
-    decay: float = 0.8
+    decay: Annotated[float, Range(0)] = 0.8
     """λ: head k's loss weighs λ^k."""
-    hidden_size: int = 0
+    hidden_size: Annotated[int, Range(0)] = 0
     """0: the target's."""
 
 
@@ -124,8 +125,6 @@ def _resolve(c: MedusaConfig, target: Target) -> None:
     """Fill in what the target decides, and refuse what cannot be built."""
     if c.output not in ("own", "shared"):
         raise UserError(f"head.options.output {c.output!r} is not own or shared")
-    if c.n_heads < 1 or c.n_layers < 1:
-        raise UserError(f"head.options: n_heads {c.n_heads} and n_layers {c.n_layers} must be at least 1")
     if c.hidden_size not in (0, target.hidden_size):
         raise UserError(f"head.options.hidden_size {c.hidden_size} differs from the target's {target.hidden_size}")
     c.hidden_size = target.hidden_size

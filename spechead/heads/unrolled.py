@@ -9,12 +9,13 @@ drafted before, S rows stored.
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +27,7 @@ from spechead.cache import Rows
 from spechead.dataset import Batch
 from spechead.drafters.grow import grow
 from spechead.errors import UserError
-from spechead.heads.base import Head, ahead
+from spechead.heads.base import Head, Range, ahead
 from spechead.layers import Attend, Attention, DecoderLayer, GatedMLP, Rotary
 from spechead.sampling import Drawing
 from spechead.target import Target, TargetOutput
@@ -227,13 +228,13 @@ _SHARE = 0.01  # of what the target's last layer gives: its hidden states are fa
 class DecoderShape:
     """Shape of a decoder layer; what is 0 is taken from the target when the head is made."""
 
-    hidden_size: int = 0
-    intermediate_size: int = 0
-    num_attention_heads: int = 0
-    num_key_value_heads: int = 0
-    head_dim: int = 0
-    rms_norm_eps: float = 0.0
-    rope_theta: float = 0.0
+    hidden_size: Annotated[int, Range(0)] = 0
+    intermediate_size: Annotated[int, Range(0)] = 0
+    num_attention_heads: Annotated[int, Range(0)] = 0
+    num_key_value_heads: Annotated[int, Range(0)] = 0
+    head_dim: Annotated[int, Range(0)] = 0
+    rms_norm_eps: Annotated[float, Range(0)] = 0.0
+    rope_theta: Annotated[float, Range(0)] = 0.0
     """Base of the rotary positions; 0: the target's, and its scaling unless one is given."""
     rope_scaling: dict[str, Any] = field(default_factory=dict)
     """Scaling of the rotary positions as transformers writes it, such as {rope_type: linear, factor: 2}; with a
@@ -258,18 +259,39 @@ class DecoderShape:
             self.rope_theta, self.rope_scaling = target.rope_theta, self.rope_scaling or target.rope_scaling
 
     def attention(self, target: Target, inputs: int, bias: bool = False) -> Attention:
-        """Over `inputs` features. Raises UserError where the scaling of its positions is unknown or does not fit."""
+        """Over `inputs` features. Raises UserError where heads do not share keys evenly, or positions cannot turn."""
+        self._refuse_unbuildable()
         positions = Rotary.plain(self.head_dim, self.rope_theta)
         if self.rope_scaling:
             positions = Rotary(*target.rotary_frequencies(self.head_dim, self.rope_theta, self.rope_scaling))
         heads = self.num_attention_heads, self.num_key_value_heads
         return Attention(inputs, self.hidden_size, *heads, self.head_dim, positions, bias)
 
+    def _refuse_unbuildable(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"head.options.num_attention_heads {self.num_attention_heads}: is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise UserError(
+                f"head.options.head_dim {self.head_dim}: must be even and above 0, since positions turn pairs; where "
+                "neither it nor the target says, it is hidden_size / num_attention_heads"
+            )
+        for name, value in self.rope_scaling.items():
+            numbers = value if isinstance(value, list) else [value]
+            if name.endswith("factor") and value is not None and not all(map(_above_zero, numbers)):
+                raise UserError(f"head.options.rope_scaling: {name} must be above 0, got {value}")
+
     def decoder_layer(self, target: Target, *, first_norm: bool = True, bias: bool = False) -> DecoderLayer:
         """An ordinary one of this shape."""
         attention = self.attention(target, self.hidden_size, bias)
         mlp = GatedMLP(self.hidden_size, self.intermediate_size)
         return DecoderLayer(attention, mlp, self.hidden_size, self.rms_norm_eps, first_norm)
+
+
+def _above_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
 
 
 def take_over(ours: Tensor, theirs: Tensor | None) -> None:
