@@ -9,8 +9,9 @@ whole schedule over just these. Trial, loading and the closing validation are no
 each step (`engine.feature_memory_gb` is 0), so that a step of the second epoch costs what one of the first does. The
 number of steps is noted down: a run that is started again goes on with it.
 
-Everything lies in WORK/NAME/: plan.json, run/, eval/. What is finished is not done again. OUT and the page beside it,
-OUT with .html for its ending, hold all heads of WORK that are finished. Knows nothing of how a head drafts.
+All are trained before the first is measured, so that the measurements lie close together. Everything lies in
+WORK/NAME/: plan.json, run/, eval/. What is finished is not done again. OUT and the page beside it, OUT with .html for
+its ending, hold all heads of WORK that are finished. Knows nothing of how a head drafts.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
 from typing import Any
+
+import torch
 
 from spechead import __version__
 from spechead.cli import one_line_errors
@@ -39,7 +42,7 @@ from spechead.plots import intervals
 from spechead.recipe import Recipe, load_recipe
 from spechead.report import identical, number, with_interval
 from spechead.target import Target, choose_device
-from spechead.train import bare_head, train
+from spechead.train import FINISHED, bare_head, train
 
 VARIANTS: dict[str, tuple[str, list[str]]] = {  # name -> recipe, and what is changed in it
     "eagle3": ("eagle3-smollm2", []),
@@ -76,8 +79,10 @@ class CompareOptions:
     """How many prompts to measure on, spread over the kinds; 0: all."""
     prompt_file: str = ""
     """JSONL file of prompts; empty: spechead's own 40."""
-    max_new_tokens: int = 256
+    max_new_tokens: int = 128
     """Longest answer, in tokens."""
+    threads: int = 0
+    """CPU threads of the training; 0: all. Decoding is measured with all."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     seed: int = 0
@@ -92,6 +97,8 @@ class CompareOptions:
             raise UserError(f"budget-s {self.budget_s}: must be above 0")
         if self.prompts < 0:
             raise UserError(f"prompts {self.prompts}: must be 0 or more")
+        if self.threads < 0:
+            raise UserError(f"threads {self.threads}: must be 0 or more")
         for name in self.only:
             if name not in VARIANTS:
                 raise UserError(f"only {name!r}: known are {', '.join(VARIANTS)}")
@@ -102,11 +109,15 @@ class CompareOptions:
 def main(argv: Sequence[str]) -> None:
     options = parse(CompareOptions, argv, "compare.py")
     claim(options)
-    for name in options.only or VARIANTS:
+    threads, names = torch.get_num_threads(), options.only or list(VARIANTS)
+    for name in names:
+        folder = Path(options.work) / name
+        if not (folder / "run" / FINISHED).is_file():
+            train(planned(name, options, folder))
+    torch.set_num_threads(threads)
+    for name in names:
         folder = Path(options.work) / name
         if not finished(folder):
-            recipe = planned(name, options, folder)
-            train(recipe)
             measure(options, folder)
         write(options)
     print(f"\n{options.out}\n{page_path(options)}")
@@ -157,7 +168,8 @@ def planned(name: str, options: CompareOptions, folder: Path) -> Recipe:
 def recipe_of(name: str, options: CompareOptions, flags: Sequence[str]) -> Recipe:
     config, changes = VARIANTS[name]
     ours = ["--target.name", options.target, "--target.device", options.device, "--data.train", options.data]
-    return load_recipe(config, [*COMMON, *changes, *ours, "--seed", str(options.seed), *flags])
+    ours += ["--engine.threads", str(options.threads), "--seed", str(options.seed)]
+    return load_recipe(config, [*COMMON, *changes, *ours, *flags])
 
 
 def trial(name: str, options: CompareOptions, scratch: Path) -> float:
