@@ -4,6 +4,7 @@
 
 Every variant changes `BASE` in one place and sees the same samples in the same order. The number compared is the
 acceptance length of a chain that the held-out samples imply (`validation/acceptance_length` in the training log).
+OUT is written behind every variant; started again, variants that it holds are not trained again.
 """
 
 from __future__ import annotations
@@ -12,13 +13,21 @@ import argparse
 import shutil
 import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+
+from torch.nn.functional import pad
 
 from spechead.cli import one_line_errors
+from spechead.dataset import Sample, split_validation
+from spechead.errors import UserError
 from spechead.evaluate import describe_machine
 from spechead.features import FeatureMemory
-from spechead.files import write_json
+from spechead.files import read_json, write_json
 from spechead.log import read_log
 from spechead.recipe import load_recipe
 from spechead.target import choose_device
@@ -26,25 +35,40 @@ from spechead.train import train
 
 # spelled out, so that results stay comparable when the recipe moves
 BASE = [
-    *("--optim.lr", "1e-3", "--optim.epochs", "3", "--head.options.layers", "[2,15,27]", "--head.options.steps", "3"),
-    *("--head.options.step_decay", "0.8", "--head.options.draft_vocab_size", "8192", "--data.validation_share", "0.05"),
-    *("--log.validate_every", "0", "--log.checkpoint_every", "1000000"),
+    *(
+        "--optim.lr",
+        "1e-3",
+        "--optim.betas",
+        "[0.9,0.999]",
+        "--optim.epochs",
+        "3",
+        "--head.options.layers",
+        "[2,15,29]",
+    ),
+    *("--head.options.steps", "3", "--head.options.step_decay", "0.8", "--head.options.draft_vocab_size", "8192"),
+    *("--data.validation_share", "0.05", "--log.validate_every", "0", "--log.checkpoint_every", "1000000"),
 ]
+UNSHIFTED = "loss mask not shifted with the labels"
 VARIANTS: dict[str, list[str]] = {
     "the base": [],
     "random initialisation": ["--head.init_from_target", "false"],
     "half the rate": ["--optim.lr", "5e-4"],
     "twice the rate": ["--optim.lr", "2e-3"],
-    "a longer second moment": ["--optim.betas", "[0.9,0.999]"],
+    "a shorter second moment": ["--optim.betas", "[0.9,0.95]"],
     "four samples a step": ["--optim.batch_size", "4", "--optim.steps", "{quarter}"],
     "1 unrolled step": ["--head.options.steps", "1"],
     "2 unrolled steps": ["--head.options.steps", "2"],
     "5 unrolled steps": ["--head.options.steps", "5"],
-    "hard labels": ["--head.options.loss", "hard_ce"],
+    "taps 2, 15, 27": ["--head.options.layers", "[2,15,27]"],
+    "taps 10, 20, 29": ["--head.options.layers", "[10,20,29]"],
     "draft vocabulary 4096": ["--head.options.draft_vocab_size", "4096"],
     "draft vocabulary 16384": ["--head.options.draft_vocab_size", "16384"],
-    "taps 2, 15, 29": ["--head.options.layers", "[2,15,29]"],
-    "taps 10, 20, 29": ["--head.options.layers", "[10,20,29]"],
+    "whole vocabulary": ["--head.options.draft_vocab_size", "0"],
+    "hard labels": ["--head.options.loss", "hard_ce"],
+    "tv": ["--head.options.loss", "tv"],
+    "lk_alpha": ["--head.options.loss", "lk_alpha"],
+    "lk_lambda": ["--head.options.loss", "lk_lambda"],
+    UNSHIFTED: [],
 }
 MEMORY_GB = 6.0
 
@@ -56,13 +80,41 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=list(VARIANTS), help="variants to train")
     parser.add_argument("--out", type=Path, default=Path("runs/ablation.json"), help="JSON file to write")
     options = parser.parse_args()
-    memories: dict[str, FeatureMemory] = {}
-    results = {name: run(options.config, options.steps, VARIANTS[name], memories) for name in options.only}
     made = {"config": options.config, "steps": options.steps, "base": BASE}
-    write_json(options.out, made | {"machine": describe_machine(choose_device("auto")), "variants": results})
+    results = earlier(options.out, made)
+    memories: dict[str, FeatureMemory] = {}
+    for name in options.only:
+        if name not in results:
+            with unshifted() if name == UNSHIFTED else nullcontext():
+                results[name] = run(options.config, options.steps, VARIANTS[name], memories)
+        machine = describe_machine(choose_device("auto"))
+        write_json(options.out, made | {"machine": machine, "variants": results})
     width = max(map(len, results))
     for name, found in results.items():
         print(f"{name:<{width}}  {found['acceptance_length']:.3f} tokens per pass  {found['seconds']:.0f} s")
+
+
+def earlier(out: Path, made: dict[str, Any]) -> dict[str, Any]:
+    """The variants that OUT holds; refused where they were made otherwise."""
+    if not out.is_file():
+        return {}
+    found = read_json(out)
+    if any(found.get(key) != value for key, value in made.items()):
+        raise UserError(f"out {out}: holds variants of another recipe, base or number of steps; choose another file")
+    return dict(found["variants"])
+
+
+@contextmanager
+def unshifted() -> Iterator[None]:
+    """Train as EAGLE's code does: row t counts where token t is supervised, though it predicts token t+2."""
+
+    def split(samples: Sequence[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:
+        training, validation = split_validation(samples, share, seed)
+        late = [replace(s, supervised=pad(s.supervised, (2, 0))[:-2]) for s in training]
+        return late, validation
+
+    with patch("spechead.train.split_validation", split):
+        yield
 
 
 def run(config: str, steps: int, changes: list[str], memories: dict[str, FeatureMemory]) -> dict[str, Any]:

@@ -1,0 +1,66 @@
+"""The ablation script: on a tiny target, started again, and the loss mask that it moves."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import conftest
+import pytest
+import torch
+from training import write_tiny
+
+import spechead.train
+from spechead.cli import one_line_errors
+from spechead.dataset import Sample
+
+SCRIPT = Path(__file__).parents[1] / "eval" / "ablate.py"
+
+
+def load_script() -> Any:
+    spec = importlib.util.spec_from_file_location("ablate", SCRIPT)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+ablate = load_script()
+
+
+def test_variants_are_trained_once_and_never_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(conftest.BASE, "num_hidden_layers", 30)  # as many as the base taps
+    root = write_tiny(tmp_path)
+    recipe = {"target": {"name": str(root / "target")}, "data": {"train": str(root / "data.jsonl")}}
+    (tmp_path / "r.yaml").write_text(json.dumps(recipe | {"head": {"kind": "eagle3"}}))
+    monkeypatch.setattr(ablate, "BASE", [*ablate.BASE, "--head.options.draft_vocab_size", "16"])
+
+    def start(*more: str) -> dict[str, Any]:
+        words = ["ablate.py", "--config", str(tmp_path / "r.yaml"), "--out", str(tmp_path / "out.json"), *more]
+        monkeypatch.setattr(sys, "argv", words)
+        with one_line_errors():
+            ablate.main()
+        return dict(json.loads((tmp_path / "out.json").read_text()))
+
+    names = ["the base", ablate.UNSHIFTED]
+    found = start("--steps", "3", "--only", *names)
+    assert list(found["variants"]) == names and found["variants"]["the base"]["acceptance_length"] >= 1
+    assert found["variants"]["the base"]["loss"] != found["variants"][ablate.UNSHIFTED]["loss"]
+    monkeypatch.setattr(ablate, "train", lambda *_: pytest.fail("trained again"))
+    assert start("--steps", "3", "--only", "the base") == found, "what was there stays"
+    with pytest.raises(SystemExit) as end:
+        start("--steps", "4", "--only", "the base")
+    assert end.value.code == 2 and "another recipe, base or number of steps" in capsys.readouterr().err
+
+
+def test_the_unshifted_mask_is_that_of_the_row_and_validation_keeps_the_true_one() -> None:
+    samples = [Sample(torch.arange(5), torch.tensor([False, True, True, False, False]), row) for row in range(4)]
+    with ablate.unshifted():
+        training, validation = spechead.train.split_validation(samples, 0.25, 0)
+    assert all(s.supervised.tolist() == [False, False, False, True, True] for s in training) and len(training) == 3
+    assert [s.supervised.tolist() for s in validation] == [[False, True, True, False, False]]
