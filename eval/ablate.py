@@ -3,8 +3,8 @@
     python eval/ablate.py --steps 500 --out eval/results/ablation.json
 
 Every variant changes `BASE` in one place and sees the same samples in the same order. The number compared is the
-acceptance length of a chain that the held-out samples imply (`validation/acceptance_length` in the training log).
-OUT is written behind every variant; started again, variants that it holds are not trained again.
+acceptance length of a chain of `DEPTHS` that the held-out samples imply, however many steps a variant unrolls. OUT is
+written behind every variant; started again, variants that it holds are not trained again.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from torch.nn.functional import pad
 
 from spechead.cli import one_line_errors
 from spechead.dataset import Sample, split_validation
+from spechead.engine import start
 from spechead.errors import UserError
 from spechead.evaluate import describe_machine
 from spechead.features import FeatureMemory
 from spechead.files import read_json, write_json
-from spechead.log import read_log
 from spechead.recipe import load_recipe
 from spechead.target import choose_device
-from spechead.train import train
+from spechead.train import fit, set_up, validate
 
 # spelled out, so that results stay comparable when the recipe moves
 BASE = [
@@ -70,6 +70,7 @@ VARIANTS: dict[str, list[str]] = {
     "lk_lambda": ["--head.options.loss", "lk_lambda"],
     UNSHIFTED: [],
 }
+DEPTHS = 3  # that all are judged by
 MEMORY_GB = 6.0
 
 
@@ -123,12 +124,12 @@ def run(config: str, steps: int, changes: list[str], memories: dict[str, Feature
     scratch = Path(tempfile.mkdtemp())
     try:
         recipe = load_recipe(config, ["--optim.steps", str(steps), *BASE, *flags, "--out", str(scratch / "run")])
-        taps = str(recipe.head.options.get("layers"))
-        start = time.monotonic()
-        train(recipe, memories.setdefault(taps, FeatureMemory(MEMORY_GB)))
-        last = read_log(scratch / "run")[-1]
-        found = {name.removeprefix("validation/"): last[name] for name in last if name.startswith("validation/")}
-        return found | {"flags": flags, "seconds": round(time.monotonic() - start, 1)}
+        memory = memories.setdefault(str(recipe.head.options.get("layers")), FeatureMemory(MEMORY_GB))
+        begin = time.monotonic()
+        trained = set_up(recipe, start(choose_device(recipe.target.device)), memory)
+        fit(trained)
+        trained.head.depths = trained.head.config.steps = DEPTHS
+        return validate(trained, steps) | {"flags": flags, "seconds": round(time.monotonic() - begin, 1)}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

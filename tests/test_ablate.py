@@ -47,11 +47,12 @@ def test_variants_are_trained_once_and_never_mixed(
             ablate.main()
         return dict(json.loads((tmp_path / "out.json").read_text()))
 
-    names = ["the base", ablate.UNSHIFTED]
+    names = ["the base", "1 unrolled step", ablate.UNSHIFTED]
     found = start("--steps", "3", "--only", *names)
     assert list(found["variants"]) == names and found["variants"]["the base"]["acceptance_length"] >= 1
+    assert all("accuracy@3" in variant and "accuracy@4" not in variant for variant in found["variants"].values())
     assert found["variants"]["the base"]["loss"] != found["variants"][ablate.UNSHIFTED]["loss"]
-    monkeypatch.setattr(ablate, "train", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(ablate, "fit", lambda *_: pytest.fail("trained again"))
     assert start("--steps", "3", "--only", "the base") == found, "what was there stays"
     with pytest.raises(SystemExit) as end:
         start("--steps", "4", "--only", "the base")
