@@ -54,7 +54,6 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {  # name -> recipe, and what is ch
         [*("--head.options.prefix", "true", "--head.options.n_layers", "4", "--head.options.dropout", "0.2")],
     ),
     "medusa": ("medusa-smollm2", []),
-    "medusa-shared": ("medusa-smollm2", ["--head.options.output", "shared"]),
 }
 TREE, CHAIN = "dynamic:nodes=8,depth=3,topk=4", "chain:3"
 TRIAL = 30  # steps

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from spechead.files import make_folder, reason
 from spechead.options import convert
 
 FOLDER = "adapter"  # inside the folder of a head that was trained together with it
-_SCALING = ("peft_type", "r", "alpha", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+_NAMES = ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode")
 _ALLOCATING = ("ADALORA", "ADAMSS")  # that want to be told of each step
 _FROM_DATA = ("eva", "corda", "loftq")  # that want to see data, or weights in another form
 
@@ -192,13 +193,23 @@ def _refuse_unmergeable(wrapped: Any) -> None:
 
 
 def _fingerprint(wrapped: Any, digest: str) -> str:
-    """sha256 over the model's digest, every tensor of the adapter, and what scales them."""
+    """sha256 over the model's digest, every tensor of the adapter, and the settings, which say how they act."""
     from peft import get_peft_model_state_dict
 
-    options = wrapped.active_peft_config.to_dict()
-    scaling = {name: options[name] for name in _SCALING if name in options}
-    found = hashlib.sha256(digest.encode() + json.dumps(scaling, sort_keys=True, default=str).encode())
+    found = hashlib.sha256(f"{digest}{_settings(wrapped.active_peft_config)}".encode())
     for name, tensor in sorted(get_peft_model_state_dict(wrapped, save_embedding_layers=False).items()):
         found.update(f"{name}{tuple(tensor.shape)}".encode())
         found.update(tensor.detach().float().cpu().contiguous().numpy().tobytes())
     return found.hexdigest()
+
+
+def _settings(config: Any) -> str:
+    """All settings that are not peft's defaults, as JSON: later versions bring more, which are at theirs.
+
+    From some of them peft draws what it does not store, such as FourierFT's places from `random_loc_seed`. Lists are
+    sorted, since those of names come from sets. What only names models and versions is left out.
+    """
+    defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(config)}
+    told = {name: v for name, v in config.to_dict().items() if name not in _NAMES and v != defaults.get(name)}
+    lists = {name: sorted(map(str, value)) for name, value in told.items() if isinstance(value, set | list | tuple)}
+    return json.dumps(told | lists, sort_keys=True, default=str)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from spechead.chance import Seeded
 from spechead.errors import UserError
+from spechead.exchange import ExchangeOptions
 from spechead.formats import layout
 from spechead.formats.carried import About, refuse_adapter
 from spechead.formats.folder import CONFIG, PICKLED, RECORD, absolute_paths, as_text, read_config
@@ -43,21 +44,15 @@ _NEGLIGIBLE = -30.0  # log probability below which float32 says little
 
 
 @dataclass
-class CheckOptions:
+class CheckOptions(ExchangeOptions):
     """Check an exported head against its target."""
 
     folder: str
     """Folder of the export."""
-    target: str = ""
-    """The target: smollm2-135m, a local folder or a hub id. Empty: that of --head."""
     head: str = ""
     """Folder of the head that was exported, to compare every tensor and setting with."""
     format: str = ""
     """Whose form: vllm, sglang, eagle, medusa, speculators, tgi, trtllm, llama.cpp. Empty: what it says itself."""
-    force: bool = False
-    """Compare although the target's weights are not those that the head was trained for."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the target's files."""
 
     def __post_init__(self) -> None:
         if not self.target and not self.head:
@@ -84,7 +79,7 @@ def check(options: CheckOptions) -> None:
     name = options.target or head_target(Path(options.head))
     if options.head and not (options.target and options.force):
         refuse_adapter(head_adapter(Path(options.head)), "a server")
-    target = Target.load(name, dtype="float32", device="cpu", trust_remote_code=options.trust_remote_code, pack=False)
+    target = options.load_target(name)
     head = None
     if options.head:
         head = load_head(Path(options.head), target, force=options.force, dtype=torch.float32)

@@ -19,6 +19,7 @@ from spechead.card import write_card
 from spechead.check_export import check_folder
 from spechead.errors import UserError
 from spechead.evaluate import default_folder
+from spechead.exchange import ExchangeOptions
 from spechead.files import read_json, write_json
 from spechead.formats.carried import About
 from spechead.formats.folder import CARD, CONFIG, RECORD, new_folder
@@ -29,8 +30,8 @@ from spechead.heads import Head
 from spechead.target import DTYPES, Target
 
 
-@dataclass(kw_only=True)
-class ExportOptions:
+@dataclass
+class ExportOptions(ExchangeOptions):
     """Write a head in the form that a server loads."""
 
     head: str
@@ -39,8 +40,6 @@ class ExportOptions:
     """Whose form: vllm, sglang, eagle or medusa (the original projects), speculators, tgi, trtllm, llama.cpp."""
     out: str
     """Folder to write; an earlier export there is replaced."""
-    target: str = ""
-    """The target: smollm2-135m, a local folder or a hub id. Empty: the head's own."""
     target_id: str = ""
     """Name by which the server knows the target, a hub id. Empty: the target's own, where it is no folder."""
     target_gguf: str = ""
@@ -51,10 +50,6 @@ class ExportOptions:
     """report.json of `spechead eval` on this head, for the model card. Empty: the one where eval writes it, if any."""
     license: str = ""
     """For the model card, such as apache-2.0; empty: left open."""
-    force: bool = False
-    """Export although the target's weights are not those that the head was trained for."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the target's files."""
 
     def __post_init__(self) -> None:
         format_of(self.to)
@@ -66,14 +61,7 @@ def export(options: ExportOptions) -> Path:
     """Write the folder and print how to serve it. Raises UserError where the format cannot carry the head."""
     folder, out = Path(options.head), Path(options.out)
     name = options.target or head_target(folder)
-    target = Target.load(
-        name,
-        adapter="" if options.target else head_adapter(folder),  # one is refused
-        dtype="float32",
-        device="cpu",
-        trust_remote_code=options.trust_remote_code,
-        pack=False,
-    )
+    target = options.load_target(name, "" if options.target else head_adapter(folder))  # an adapter is refused
     head = load_head(folder, target, force=options.force, dtype=torch.float32)
     about = About(_target_id(options, name), _dtype(options, target), _gguf(options, name))
     meta = dict(read_json(folder / CONFIG).get("meta", {}))

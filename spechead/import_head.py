@@ -6,10 +6,11 @@ Knows nothing of what each format's files look like.
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from spechead.errors import UserError
+from spechead.exchange import ExchangeOptions
 from spechead.formats.foreign import detect, format_of, read_head
 from spechead.formats.native import save_head
 from spechead.formats.record import differences, read_record
@@ -17,21 +18,20 @@ from spechead.target import Target
 
 
 @dataclass
-class ImportOptions:
+class ImportOptions(ExchangeOptions):
     """Make a head of files that another project or server loads."""
 
     folder: str
     """Folder with the files."""
-    target: str = ""
-    """The target that the head is for: smollm2-135m, a local folder or a hub id."""
     out: str = ""
     """Folder to write the head to."""
     format: str = ""
     """Whose form it is: vllm, sglang, eagle, medusa, speculators, tgi, trtllm, llama.cpp. Empty: what it looks like."""
+    _: KW_ONLY  # what ExchangeOptions asks for, where no head is there yet
+    target: str = ""
+    """The target that the head is for: smollm2-135m, a local folder or a hub id."""
     force: bool = False
     """Import although the export was made for a target of other weights, or its files were changed since."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the target's files."""
 
     def __post_init__(self) -> None:
         for name in ("target", "out"):
@@ -52,9 +52,7 @@ def import_head(options: ImportOptions) -> Path:
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise UserError(f"option out: {out} exists; give another folder")
     name = options.format or detect(folder)
-    target = Target.load(
-        options.target, dtype="float32", device="cpu", trust_remote_code=options.trust_remote_code, pack=False
-    )
+    target = options.load_target(options.target)
     if not options.force:
         _check_record(folder, target)
     try:

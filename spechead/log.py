@@ -4,7 +4,7 @@ Knows nothing of models, data or training; a record is a step and a few named nu
 imports wandb.
 
 Names that `plot_curve` understands, each alone or behind a prefix such as `validation/`:
-    loss                     the loss
+    loss                     the loss; head_loss and target_loss where it is made of both
     accuracy@K               share of positions whose draft of depth K is right
     acceptance_length        tokens per pass that those accuracies imply
 """
@@ -250,7 +250,7 @@ def plot_curve(folder: Path) -> Path:
 
     rows = read_log(folder)
     panels = [
-        ("loss", re.compile(r"(^|/)loss$")),
+        ("loss", re.compile(r"(^|/)((head|target)_)?loss$")),
         ("accuracy by depth", re.compile(r"(^|/)accuracy@\d+$")),
         ("implied acceptance length", re.compile(r"(^|/)acceptance_length$")),
     ]

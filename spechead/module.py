@@ -12,14 +12,13 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from spechead.adapter import Adapter
 from spechead.dataset import Batch
 from spechead.features import FeatureMemory
 from spechead.heads import Head
 from spechead.heads.base import Hits, ahead
-from spechead.heads.judge import LOGITS_AT_ONCE
+from spechead.heads.judge import in_chunks
 from spechead.losses import hard_cross_entropy, soft_cross_entropy
 from spechead.recipe import AdapterConfig
 from spechead.target import TargetOutput
@@ -32,9 +31,9 @@ class TrainingModule(nn.Module):
         super().__init__()
         self.head, self.memory = head, memory
 
-    def forward(self, batch: Batch, progress: float = 1.0) -> tuple[Tensor, Hits]:
-        """The loss summed over supervised positions. `progress`: see `JointModule`."""
-        return self.head.training_step(batch, self.remembered(batch))
+    def forward(self, batch: Batch, progress: float = 1.0) -> tuple[Tensor, Hits, Tensor | None]:
+        """The loss summed over supervised positions, the hits, and what the loss is made of: see `JointModule`."""
+        return *self.head.training_step(batch, self.remembered(batch)), None
 
     def remembered(self, batch: Batch) -> TargetOutput:
         """What the frozen target says of the batch, computed once while memory lasts."""
@@ -70,14 +69,19 @@ class JointModule(TrainingModule):
         super().train(mode)
         return self
 
-    def forward(self, batch: Batch, progress: float = 1.0) -> tuple[Tensor, Hits]:
-        """`progress`: the share of the second stage that is behind; below 0 in the first."""
+    def forward(self, batch: Batch, progress: float = 1.0) -> tuple[Tensor, Hits, Tensor | None]:
+        """`progress`: the share of the second stage that is behind; below 0 in the first.
+
+        In the second, the loss comes with L_head and L_target, [2], without a gradient.
+        """
         if progress < 0:  # a zero gradient, so that every rank and optimizer sees the same parameters
             loss, hits = self.head.training_step(batch, self.remembered(batch))
-            return loss + 0.0 * sum(p.float().sum() for p in self.adapter_parameters), hits
+            return loss + 0.0 * sum(p.float().sum() for p in self.adapter_parameters), hits, None
         out = self.target_output(batch, gradient=torch.is_grad_enabled())
-        loss, hits = self.head.training_step(batch, out)
-        return head_weight(self.config, progress) * loss + self.target_loss(batch, out), hits
+        of_head, hits = self.head.training_step(batch, out)
+        of_target = self.target_loss(batch, out)
+        loss = head_weight(self.config, progress) * of_head + of_target
+        return loss, hits, torch.stack([of_head, of_target]).detach()
 
     def remembered(self, batch: Batch) -> TargetOutput:
         with self.adapter.off():
@@ -89,10 +93,7 @@ class JointModule(TrainingModule):
         states = out.hidden[predicts]  # [n, H]
         by_text = self.config.loss == "text"
         wanted = ids[predicts] if by_text else self.remembered(batch).hidden[predicts]  # [n] or [n, H]
-        at_once = max(1, LOGITS_AT_ONCE // self.head.target.vocab_size)
-        parts = zip(states.split(at_once), wanted.split(at_once), strict=True)
-        sums = [checkpoint(self._kept_loss, *part, use_reentrant=False) for part in parts]
-        return torch.stack(sums).sum() if sums else states.sum()
+        return torch.stack(in_chunks(self._kept_loss, self.head.target.vocab_size, states, wanted)).sum()
 
     def _kept_loss(self, states: Tensor, wanted: Tensor) -> Tensor:
         target = self.head.target

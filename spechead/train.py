@@ -201,11 +201,11 @@ def train_step(run: Run, now: Standing, window: Window) -> None:
         torch.manual_seed((run.recipe.seed * run.total + step) * run.ranks.world + run.ranks.rank)
     supervised = int(run.ranks.sum(torch.tensor(sum(int(b.supervised.sum()) for b in batches))))
     for batch in batches:
-        loss, hits = run.engine(batch, progress_of(run, step))
+        loss, hits, parts = run.engine(batch, progress_of(run, step))
         _refuse_not_finite(loss, step, batch, run.head)
         run.engine.backward(loss / supervised)
         run.engine.step()
-        window.add(loss, hits, batch)
+        window.add(loss, hits, batch, parts)
     _refuse_skipped(run.engine, step)
     now.step, now.tokens = step, now.tokens + supervised
     window.took(time.monotonic() - began)
@@ -263,10 +263,14 @@ class Window:
         self._loss, self._supervised, self._tokens, self._seconds = 0.0, 0, 0, 0.0
         self._correct = torch.zeros(self._head.depths, dtype=torch.long)  # [K]
         self._rows = self._passes = self._committed = self._outside = 0
+        self._parts = torch.zeros(3, dtype=torch.float64)  # where head and target are trained: their losses, and tokens
 
-    def add(self, loss: Tensor, hits: Hits, batch: Batch) -> None:
+    def add(self, loss: Tensor, hits: Hits, batch: Batch, parts: Tensor | None = None) -> None:
+        supervised = int(batch.supervised.sum())
         self._loss += float(loss.detach())
-        self._supervised += int(batch.supervised.sum())
+        self._supervised += supervised
+        if parts is not None:
+            self._parts += torch.tensor([*parts.tolist(), supervised])
         self._outside += int((batch.supervised & ~self._head.to_draft(batch.ids)[1]).sum())
         self._tokens += int((batch.document >= 0).sum())
         self._correct += (hits.correct & hits.valid).sum((1, 2)).cpu()
@@ -282,24 +286,33 @@ class Window:
 
     @property
     def note(self) -> str:
-        loss = self._loss / max(1, self._supervised)
-        return f"loss {loss:.2f}, {self._committed / max(1, self._passes):.2f} tokens/pass"
+        loss = f"loss {self._loss / max(1, self._supervised):.2f}"
+        apart = ", ".join(f"{name} {value:.2f}" for name, value in _apart(*self._parts.tolist()).items())
+        length = self._committed / max(1, self._passes)
+        return f"{loss}{f' ({apart})' if apart else ''}, {length:.2f} tokens/pass"
 
     def values(self, ranks: Ranks) -> dict[str, float]:
         """Loss per supervised token, accuracy by depth, the acceptance length they imply, and the rate; then anew.
 
-        Beside them the share of supervised tokens that are outside the draft vocabulary: no draft can be right there.
+        Where head and target are trained together, the loss of each as well. Beside these the share of supervised
+        tokens that are outside the draft vocabulary: no draft can be right there.
         """
         counts = [self._supervised, self._outside, self._tokens, self._rows, self._passes, self._committed]
         sums = torch.tensor([self._loss, *counts, *self._correct.tolist()], dtype=torch.float64)
         loss, supervised, outside, tokens, rows, passes, committed, *depths = ranks.sum(sums).tolist()
-        found = {"loss": loss / max(1, supervised), "acceptance_length": committed / max(1, passes)}
+        found = {"loss": loss / max(1, supervised)} | _apart(*ranks.sum(self._parts).tolist())
+        found["acceptance_length"] = committed / max(1, passes)
         found["outside_vocabulary"] = outside / max(1, supervised)
         found |= {f"accuracy@{k + 1}": hit / max(1, rows) for k, hit in enumerate(depths)}
         if self._seconds:
             found["tokens_per_s"] = tokens / self._seconds
         self._clear()
         return found
+
+
+def _apart(head: float, target: float, supervised: float) -> dict[str, float]:
+    """The losses of head and target per supervised token, where both were trained."""
+    return {"head_loss": head / supervised, "target_loss": target / supervised} if supervised else {}
 
 
 @torch.no_grad()
@@ -310,8 +323,8 @@ def validate(run: Run, step: int) -> dict[str, float]:
     with run.engine.averaged():
         for sample in run.validation[run.ranks.rank :: run.ranks.world]:
             batch = collate([sample], run.recipe.data.max_length).to(run.device)
-            loss, hits = run.engine.module(batch, progress_of(run, step))
-            window.add(loss, hits, batch)
+            loss, hits, parts = run.engine.module(batch, progress_of(run, step))
+            window.add(loss, hits, batch, parts)
     run.engine.train(True)
     return window.values(run.ranks)
 

@@ -1,4 +1,4 @@
-"""Tiny random targets of many families, a toy tokenizer, and scripted drafters. CPU, float32, milliseconds."""
+"""Tiny random targets of many families, a toy tokenizer, scripted drafters, a clock. CPU, float32, milliseconds."""
 
 from __future__ import annotations
 
@@ -139,6 +139,29 @@ class RandomDrafter:
         tokens = torch.randint(0, VOCAB, (size,), generator=self.generator)
         parents = torch.tensor([int(torch.randint(0, i + 1, (1,), generator=self.generator)) for i in range(size)])
         return Tree(torch.cat([fresh[-1:], tokens]), torch.cat([torch.tensor([-1]), parents]))
+
+
+class Clock:
+    """Time that passes only where it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self._patch = 0.0, monkeypatch
+        monkeypatch.setattr("time.perf_counter", lambda: self.now)
+
+    def slow(self, owner: Any, name: str, seconds: float) -> None:
+        """Each call of that method takes `seconds` more."""
+        work = getattr(owner, name)
+
+        def slowly(*args: Any, **more: Any) -> Any:
+            self.now += seconds
+            return work(*args, **more)
+
+        self._patch.setattr(owner, name, slowly)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
 
 
 @pytest.fixture(scope="session")

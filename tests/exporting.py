@@ -32,7 +32,7 @@ HEADS_TO_EXPORT: dict[str, tuple[str, dict[str, Any]]] = {
     "eagle3-1": ("eagle3", {"draft_vocab_size": 40, "fc_norm": True, "norm_output": True}),
     "eagle3-scaled": ("eagle3", {"draft_vocab_size": 40, "rope_theta": 5e3, "rope_scaling": LLAMA3}),
     "eagle": ("eagle", {"attention_bias": False}),
-    "eagle-layers": ("eagle", {"attention_bias": True, "num_hidden_layers": 2}),
+    "eagle-layers": ("eagle", {"attention_bias": True, "n_layers": 2}),
     "eagle-bias": ("eagle", {"attention_bias": False, "fc_bias": True}),
     "medusa": ("medusa", {"n_heads": 5}),
     "medusa-three": ("medusa", {"n_heads": 3}),

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import FourierFTConfig, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from training import flags, kill_after_a_checkpoint, launch, recipe, weights, write_tiny
@@ -23,6 +23,7 @@ from spechead.extract_head import ExtractOptions, extract_head
 from spechead.features import FeatureMemory
 from spechead.generate import Speculation, generate
 from spechead.heads import HEADS
+from spechead.heads.base import ahead
 from spechead.log import read_log
 from spechead.module import JointModule, head_weight
 from spechead.recipe import AdapterConfig
@@ -169,7 +170,8 @@ def test_two_processes_equal_one(zero: int, folder: Path, tmp_path: Path) -> Non
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
     for a, b in zip(read_log(tmp_path / "one"), read_log(tmp_path / "two"), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-5)
+        for name in a.keys() & {"loss", "head_loss", "target_loss", "validation/target_loss"}:
+            assert a[name] == pytest.approx(b[name], rel=1e-5)
     two = adapter_of(tmp_path / "two")
     for name, tensor in adapter_of(tmp_path / "one").items():
         assert torch.allclose(tensor, two[name], atol=1e-5), name
@@ -189,6 +191,20 @@ def test_a_killed_run_resumes_bit_exactly(every: int, medusa: Path, folder: Path
             assert torch.equal(tensor, resumed[name]), name
 
 
+def test_the_log_tells_the_losses_of_head_and_target_apart(medusa: Path) -> None:
+    rows, config = read_log(medusa), AdapterConfig()
+    alone = round(config.start_share * len(rows))
+    assert 0 < alone < len(rows)
+    for row in rows:
+        weight = head_weight(config, (row["step"] - 1 - alone) / (len(rows) - alone))
+        for prefix in ("", "validation/") if "validation/loss" in row else ("",):
+            loss, head, target = (row.get(f"{prefix}{name}loss") for name in ("", "head_", "target_"))
+            if row["step"] <= alone:
+                assert head is None and target is None
+            else:
+                assert loss == pytest.approx(weight * head + target, rel=1e-5)
+
+
 def test_a_checkpoint_gives_the_runs_own_adapter(medusa: Path, tmp_path: Path) -> None:
     out = extract_head(ExtractOptions(str(medusa), out=str(tmp_path / "head")))
     for path in (medusa / "head").rglob("*.*"):
@@ -201,14 +217,20 @@ def test_the_distillation_pulls_at_nothing_while_the_adapter_says_nothing(folder
     adapter = target.adapt({"r": 4, "target_modules": "all-linear"})
     conversations = read_conversations([str(folder / "data.jsonl")], 0)
     batch = collate(build_samples(conversations, target.tokenizer, 64, {}).items[:2], 64)
-    pull = {}
+    pull, told = {}, {}
     for loss in ("distill", "text"):
         module = JointModule(head, FeatureMemory(0), adapter, AdapterConfig(loss=loss))
         found = torch.autograd.grad(
             module.target_loss(batch, module.target_output(batch, gradient=True)), adapter.parameters
         )
         pull[loss] = max(float(gradient.abs().max()) for gradient in found)
+        told[loss] = module(batch, 0.5)[2]
     assert pull["distill"] < 1e-4 < 1 < pull["text"]
+    assert told["distill"][0] == told["text"][0]
+    ids, predicts = ahead(batch, 1)
+    logp = target.logits(module.target_output(batch).hidden[predicts]).log_softmax(-1)  # [n, V]
+    assert told["distill"][1] == pytest.approx(float(-(logp.exp() * logp).sum()), rel=1e-5), "its own entropy"
+    assert told["text"][1] == pytest.approx(-float(logp.gather(1, ids[predicts][:, None]).sum()), rel=1e-5)
 
 
 def test_a_head_trains_on_a_target_with_an_adapter_as_on_the_merged_model(
@@ -295,6 +317,25 @@ def test_an_adapter_whose_tensors_match_nothing_is_refused(folder: Path, tmp_pat
     save_file({name.replace("layers", "blocks"): tensors[name] for name in tensors}, out / "adapter_model.safetensors")
     with pytest.raises(UserError, match=r"match nothing: .*model\.blocks\.0\.self_attn\.q_proj.* and 11 more"):
         Target.load(str(folder / "target"), adapter=str(out))
+
+
+def test_the_fingerprint_holds_the_settings_that_say_how_the_tensors_act(folder: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(folder / "target")
+    fourier = FourierFTConfig(n_frequency=20, target_modules=["q_proj", "v_proj"], random_loc_seed=1)
+    get_peft_model(model, fourier).save_pretrained(tmp_path / "fourier")
+    lora = saved_lora(folder, tmp_path / "lora")
+    for out, changes in ((tmp_path / "fourier", {"random_loc_seed": 2}), (lora, {"lora_alpha": 9})):
+        config = json.loads((out / "adapter_config.json").read_text())
+        names = {"base_model_name_or_path": None, "peft_version": "0", "revision": "main", "inference_mode": False}
+        order = {"target_modules": config["target_modules"][::-1]}
+        found = []
+        for told in ({}, names | order, changes):
+            (out / "adapter_config.json").write_text(json.dumps(config | told))
+            target = Target.load(str(folder / "target"), adapter=str(out))
+            found.append((target.fingerprint, target.logits(target.forward(IDS).hidden)))
+        (first, said), (named, same), (other, differs) = found
+        assert first == named and torch.equal(said, same)
+        assert first != other and not torch.allclose(said, differs, atol=1e-3)
 
 
 def test_an_adapter_that_repeats_layers_is_refused(folder: Path, tmp_path: Path) -> None:

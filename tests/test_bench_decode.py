@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Scripted, make_target
+from conftest import Clock, Scripted, make_target
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from spechead.cache import KVCache
@@ -28,7 +28,7 @@ from spechead.measuring import Mode, Question, modes
 from spechead.prompts import Prompt
 from spechead.suites import Reference, Run
 from spechead.target import Target, native_bfloat16
-from spechead.tree import Plan, Static, chain
+from spechead.tree import Plan, Static, Tree, chain
 
 SCRIPT = Path(__file__).parents[1] / "eval" / "bench_decode.py"
 PROMPT = Prompt(0, "c", "?")
@@ -162,49 +162,29 @@ def test_answers_without_a_pass_cannot_be_measured() -> None:
 # ------------------------------------------------------------------------------------- outside the models
 
 
-def clocked(monkeypatch: pytest.MonkeyPatch, target: Target, drafter: Any) -> None:
-    """A clock that advances by 3 s in the target's decoder, by 1 s in its output layer, by 16 s in drafting, of which
-    6 s in a module of two levels, and by 2 s where rows of the cache are kept; and by nothing else."""
-    now = 0.0
+class Modular(Scripted):
+    """Drafts with a module of two levels."""
 
-    def slow(owner: Any, name: str, seconds: float) -> None:
-        work = getattr(owner, name)
+    def __init__(self) -> None:
+        super().__init__([0] * 99, 0)
+        self.inner = torch.nn.Identity()
+        self.outer = torch.nn.Sequential(self.inner, self.inner)
 
-        def slowly(*args: Any, **more: Any) -> Any:
-            nonlocal now
-            now += seconds
-            return work(*args, **more)
-
-        monkeypatch.setattr(owner, name, slowly)
-
-    class Doubling(torch.nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            nonlocal now
-            now += 3.0
-            return x
-
-    both = torch.nn.Sequential(Doubling(), Doubling())
-    propose = drafter.propose
-
-    def draft(*args: Any) -> Any:
-        nonlocal now
-        now += 10.0
-        both(torch.zeros(1))
-        return propose(*args)
-
-    monkeypatch.setattr(drafter, "propose", draft)
-    slow(target.decoder, "forward", 3.0)
-    slow(target._output, "forward", 1.0)
-    slow(KVCache, "keep", 2.0)
-    monkeypatch.setattr("time.perf_counter", lambda: now)
+    def propose(self, *args: Any, **more: Any) -> Tree:
+        self.outer(torch.zeros(1))
+        return super().propose(*args, **more)
 
 
-def test_overhead_is_what_passes_outside_of_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overhead_is_what_passes_outside_of_modules(clock: Clock) -> None:
     target = make_target()
     asked = [question(range(5, 14), 200), question(range(8, 20), 200)]
-    drafter = Scripted([0] * 99, 0)
+    drafter = Modular()
     mode = Mode("scripted", drafter, chain(3), asked=False, head=False)
-    clocked(monkeypatch, target, drafter)
+    clock.slow(drafter, "propose", 10.0)
+    clock.slow(drafter.inner, "forward", 3.0)
+    clock.slow(target.decoder, "forward", 3.0)
+    clock.slow(target._output, "forward", 1.0)
+    clock.slow(KVCache, "keep", 2.0)
     # 63 passes, the last without room for drafts; a module inside a module counts once, the prefill not at all.
     drafting, rest, models = 62 * 10, 63 * 2, 62 * 6 + 63 * 4
     assert bench.overhead(target, asked, mode) == pytest.approx((drafting + rest) / (drafting + rest + models))

@@ -12,6 +12,7 @@ from typing import Any
 
 import conftest
 import pytest
+import torch
 from training import write_tiny
 
 from spechead.cli import one_line_errors
@@ -155,15 +156,18 @@ def test_the_script_trains_measures_and_is_not_done_twice(
 def test_what_was_trained_is_measured_after_a_restart(
     run: Callable[..., dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measure = compare.measure
+    """All are trained before the first is measured; measured on all threads, whatever training was given."""
+    measure, threads = compare.measure, torch.get_num_threads()
     monkeypatch.setattr(compare, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        run("--only", "medusa-shared")
-    weights = folder / "work" / "medusa-shared" / "run" / "head" / "model.safetensors"
+        run("--only", "hydra", "--only", "eagle", "--threads", "1", "--work", "work1")
+    assert torch.get_num_threads() == threads
+    weights = folder / "work1" / "hydra" / "run" / "head" / "model.safetensors"
     before = weights.stat().st_mtime_ns
     monkeypatch.setattr(compare, "measure", measure)
     monkeypatch.setattr(compare, "trial", lambda *_: pytest.fail("tried again"))
-    assert "medusa-shared" in run("--only", "medusa-shared")["heads"]
+    assert (folder / "work1" / "eagle" / "run" / "run.json").is_file(), "trained before any was measured"
+    assert list(run("--only", "hydra", "--threads", "1", "--work", "work1")["heads"]) == ["hydra"]
     assert weights.stat().st_mtime_ns == before
 
 

@@ -13,8 +13,10 @@ import pytest
 import test_heads
 import test_heads_sampled
 import test_tune
+from conftest import make_target
 
 from spechead.cli import COMMANDS
+from spechead.errors import UserError
 from spechead.heads import HEADS, Head
 from spechead.recipe import load_recipe
 from spechead.target import Target
@@ -53,6 +55,8 @@ def test_the_file_is_a_head_as_others_are() -> None:
     imported = {node.module for node in ast.walk(ast.parse(CODE)) if isinstance(node, ast.ImportFrom) and node.module}
     assert not {"transformers", "spechead.train", "spechead.engine"} & imported
     assert max(map(len, CODE.splitlines())) <= 120
+    with pytest.raises(UserError, match="head.options.depth: must be at least 1, got 0"):
+        HEADS[KIND](HEADS[KIND].Config(depth=0), make_target())
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])

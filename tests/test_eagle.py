@@ -52,7 +52,7 @@ def test_tensors_have_the_names_that_servers_load(target: Target) -> None:
     two["layers.1.input_layernorm.weight"] = (size,)
     for options, expected in (
         ({}, one),
-        ({"num_hidden_layers": 2}, two),
+        ({"n_layers": 2}, two),
         ({"fc_bias": True}, one | {"fc.bias": (size,)}),
         ({"draft_vocab_size": 40}, one | {"d2t": (40,), "t2d": (97,)}),
     ):
@@ -63,7 +63,7 @@ def test_tensors_have_the_names_that_servers_load(target: Target) -> None:
 
 
 def test_layers_share_nothing(target: Target) -> None:
-    storage = [parameter.data_ptr() for parameter in make_head(target, num_hidden_layers=3).parameters()]
+    storage = [parameter.data_ptr() for parameter in make_head(target, n_layers=3).parameters()]
     assert len(set(storage)) == len(storage)
 
 
@@ -91,7 +91,7 @@ def test_biases_follow_the_target(target: Target) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"num_hidden_layers": 2, "steps": 3},
+        {"n_layers": 2, "steps": 3},
         {"attention_bias": True, "fc_bias": True, "steps": 3, "draft_vocab_size": 40},
         {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "rope_theta": 100.0, "steps": 3},
     ],
@@ -104,7 +104,7 @@ def test_every_shape_trains_as_it_drafts(options: dict[str, Any], target: Target
     "options,message",
     [
         ({"steps": 0}, r"options\.steps: must be at least 1, got 0"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers: must be at least 1, got 0"),
+        ({"n_layers": 0}, "n_layers: must be at least 1, got 0"),
         ({"topk": 0}, "topk: must be at least 1, got 0"),
         ({"noise": -0.1}, r"noise: must be at least 0, got -0\.1"),
         ({"logit_weight": -1.0}, "logit_weight: must be at least 0"),

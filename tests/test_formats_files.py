@@ -134,7 +134,7 @@ def test_weights_that_are_no_plain_floats_are_refused(
     "form, name, change, told",
     [
         ("vllm", "eagle3", {"num_hidden_layers": 10**7}, "ask for n_layers 10000000, and the files hold 15 tensors"),
-        ("vllm", "eagle", {"num_hidden_layers": 10**7}, "ask for num_hidden_layers 10000000"),
+        ("vllm", "eagle", {"num_hidden_layers": 10**7}, "ask for n_layers 10000000"),
         ("vllm", "eagle3", {"num_attention_heads": 10**9, "head_dim": 10**6}, "q_proj.weight is"),
         ("vllm", "eagle3", {"intermediate_size": 10**11}, "gate_proj.weight is"),
         ("tgi", "medusa", {"medusa_num_heads": 10**9}, "ask for n_heads 1000000000, n_layers 1, and the files hold 15"),

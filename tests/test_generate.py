@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from conftest import FAMILIES, RandomDrafter, Scripted, make_target
+from conftest import FAMILIES, Clock, RandomDrafter, Scripted, make_target
 
 from spechead import generate as generating
 from spechead.cache import KVCache
@@ -180,30 +178,17 @@ def test_gaps_belong_to_the_tokens(target: Target) -> None:
     assert torch.allclose(torch.tensor(plain.gaps), torch.tensor(drafted.gaps), atol=1e-3)
 
 
-def test_every_second_of_a_pass_belongs_to_a_phase(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_second_of_a_pass_belongs_to_a_phase(target: Target, clock: Clock) -> None:
     """The target's forward and logits take 10 s, drafting 100 s, judging 1,000 s, keeping rows 10,000 s."""
-    now = 0.0
-
-    def slow(owner: Any, name: str, seconds: float) -> None:
-        work = getattr(owner, name)
-
-        def slowly(*args: Any, **more: Any) -> Any:
-            nonlocal now
-            now += seconds
-            return work(*args, **more)
-
-        monkeypatch.setattr(owner, name, slowly)
-
     prompt = prompt_of(target)
     text = generate(target, prompt, max_new_tokens=30).tokens
     drafter = Scripted(text, 4)
-    slow(target, "forward", 9.0)
-    slow(target, "logits", 1.0)
-    slow(drafter, "propose", 100.0)
-    slow(Sampler, "draw", 1_000.0)
-    slow(KVCache, "keep", 10_000.0)
-    slow(generating, "_inputs", 100_000.0)
-    monkeypatch.setattr(generating.time, "perf_counter", lambda: now)
+    clock.slow(target, "forward", 9.0)
+    clock.slow(target, "logits", 1.0)
+    clock.slow(drafter, "propose", 100.0)
+    clock.slow(Sampler, "draw", 1_000.0)
+    clock.slow(KVCache, "keep", 10_000.0)
+    clock.slow(generating, "_inputs", 100_000.0)
     stats = generate(target, prompt, drafter, max_new_tokens=11).stats
     assert stats.passes == 2
     assert stats.seconds == {

@@ -43,7 +43,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, object]]] = {
     "whole-vocabulary": ("eagle3", "llama", {"draft_vocab_size": 0, "layers": [1, 3, 5, 7], "loss": "lk_alpha"}),
     "wide-heads": ("eagle3", "llama", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 24}),
     "eagle3-scaled": ("eagle3", SCALED, {"n_layers": 2, "loss": "hard_ce"}),
-    "eagle-scaled": ("eagle", SCALED, {"num_hidden_layers": 2}),
+    "eagle-scaled": ("eagle", SCALED, {"n_layers": 2}),
     "hydra-scaled": ("hydra", SCALED, {"loss": "lk_alpha"}),
 }
 TREE = Static(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))

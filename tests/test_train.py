@@ -138,6 +138,23 @@ def test_the_share_of_tokens_outside_the_draft_vocabulary_by_hand() -> None:
     assert window.values(start(torch.device("cpu")))["outside_vocabulary"] == 0.5  # of 5, 8, 7, 30
 
 
+def test_the_losses_of_head_and_target_by_hand() -> None:
+    """They are of the tokens that both were trained on; of four steps of four tokens, the last two."""
+    target = make_target("llama")
+    head = HEADS["medusa"](HEADS["medusa"].Config(n_heads=1), target)
+    batch = collate([Sample(torch.arange(5), torch.tensor([False, True, True, True, True]), 0)], 512)
+    hits, window = Hits(torch.zeros(1, 1, 5, dtype=torch.bool), batch.supervised), Window(head)
+    for _ in range(2):
+        window.add(torch.tensor(20.0), hits, batch)
+    assert window.note == "loss 5.00, 1.00 tokens/pass"
+    for kept in (4.0, 8.0):
+        window.add(torch.tensor(10.0), hits, batch, torch.tensor([16.0, kept]))
+    assert window.note == "loss 3.75 (head_loss 4.00, target_loss 1.50), 1.00 tokens/pass"
+    found = window.values(start(torch.device("cpu")))
+    assert (found["loss"], found["head_loss"], found["target_loss"]) == (3.75, 4.0, 1.5)
+    assert "head_loss" not in window.values(start(torch.device("cpu"))), "a new window"
+
+
 def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from spechead.heads.unrolled import UnrolledHead
 UNROLLED = [kind for kind, head in HEADS.items() if issubclass(head, UnrolledHead)]
 CASES: list[tuple[str, dict[str, object]]] = [
     *((kind, {"steps": 4}) for kind in UNROLLED),
-    ("eagle", {"steps": 3, "num_hidden_layers": 2, "detach_steps": True}),
+    ("eagle", {"steps": 3, "n_layers": 2, "detach_steps": True}),
 ]
 
 

@@ -20,7 +20,7 @@ from spechead.target import Target
 
 SERVER = "EAGLE (SafeAILab, 2026)"
 CARRIES = {
-    "eagle": frozenset({"num_hidden_layers", "attention_bias", "fc_bias"}),
+    "eagle": frozenset({"n_layers", "attention_bias", "fc_bias"}),
     "eagle3": frozenset({"layers"}),
 }
 CANNOT = {"rope_scaling": "the EAGLE project knows other words for scaled positions"}

@@ -93,7 +93,7 @@ def _eagle3_layers(c: dict[str, Any], w: Weights, embedded: Tensor, hidden: Tens
 
 def _eagle_layers(c: dict[str, Any], w: Weights, embedded: Tensor, hidden: Tensor, target: Target) -> Tensor:
     hidden = F.linear(torch.cat([embedded, hidden], -1), w["fc.weight"], w.get("fc.bias"))
-    for i in range(c["num_hidden_layers"]):
+    for i in range(c["n_layers"]):
         name = f"layers.{i}"
         x = hidden if i == 0 else _norm(hidden, w[f"{name}.input_layernorm.weight"], c)
         hidden = _rest(c, w, name, hidden, x, target)

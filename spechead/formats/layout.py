@@ -42,7 +42,7 @@ def llama_config(head: Head, about: About) -> dict[str, Any]:
         "model_type": "llama",
         "hidden_size": c.hidden_size,
         "intermediate_size": c.intermediate_size,
-        "num_hidden_layers": c.num_hidden_layers if head.kind == "eagle" else c.n_layers,
+        "num_hidden_layers": c.n_layers,
         "num_attention_heads": c.num_attention_heads,
         "num_key_value_heads": c.num_key_value_heads,
         "head_dim": c.head_dim,
@@ -230,7 +230,7 @@ def served_eagle(config: Mapping[str, Any], state: Mapping[str, Tensor], biased:
     found = dict(state)
     embedding = found.pop("embed_tokens.weight", None)
     options = shape(config) | {
-        "num_hidden_layers": config.get("num_hidden_layers", 1),
+        "n_layers": config.get("num_hidden_layers", 1),
         "attention_bias": biased,
         "fc_bias": "fc.bias" in found,
     }

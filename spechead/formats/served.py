@@ -20,7 +20,7 @@ from spechead.formats.folder import as_text
 from spechead.heads import HEADS, Head
 from spechead.target import Target
 
-_PARTS = {"eagle": ("num_hidden_layers",), "eagle3": ("n_layers",), "medusa": ("n_heads", "n_layers")}
+_PARTS = {"eagle": ("n_layers",), "eagle3": ("n_layers",), "medusa": ("n_heads", "n_layers")}
 """Options that say how many layers or blocks a head has; each brings a tensor at least."""
 _SAMPLED = 256  # tokens that tell whether embeddings are scaled
 

@@ -24,7 +24,7 @@ from spechead.target import Target
 
 SERVER = "SGLang 0.5.23"
 CARRIES = {
-    "eagle": frozenset({"num_hidden_layers", "attention_bias", "fc_bias", "rope_scaling"}),
+    "eagle": frozenset({"n_layers", "attention_bias", "fc_bias", "rope_scaling"}),
     "eagle3": frozenset({"layers", "n_layers", "rope_scaling", "norm_before_fc", "fc_norm", "norm_output"}),
 }
 CANNOT = {"norm_before_residual": "SGLang does not read it, and would draft without"}
@@ -61,7 +61,7 @@ def save(head: Head, folder: Path, about: About) -> None:
         config |= {"architectures": ["LlamaForCausalLMEagle"], "attention_bias": head.config.attention_bias}
         tensors.setdefault("fc.bias", torch.zeros(size, dtype=about.dtype))  # its fusion always has one
         if head.config.attention_bias:  # there, behind the attention as well
-            for i in range(head.config.num_hidden_layers):
+            for i in range(head.config.n_layers):
                 tensors[f"layers.{i}.self_attn.o_proj.bias"] = torch.zeros(size, dtype=about.dtype)
     write_json(folder / CONFIG, config)
     write_tensors(folder / WEIGHTS, tensors)

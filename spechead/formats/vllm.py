@@ -27,7 +27,7 @@ from spechead.target import Target
 
 SERVER = "vLLM 0.32"
 CARRIES = {
-    "eagle": frozenset({"num_hidden_layers", "attention_bias", "rope_scaling"}),
+    "eagle": frozenset({"n_layers", "attention_bias", "rope_scaling"}),
     "eagle3": frozenset({"layers", "n_layers", "rope_scaling", *layout.FLAGS}),
     "medusa": frozenset({"n_heads", "n_layers", "output"}),
 }

@@ -38,7 +38,7 @@ _EMBEDDINGS = 4096  # tokens whose embeddings tell how large all are
 class EagleConfig(DecoderShape):
     """Shape and loss of the head."""
 
-    num_hidden_layers: Annotated[int, Range(1)] = 1
+    n_layers: Annotated[int, Range(1)] = 1
     """Decoder layers, one above the other; servers expect one."""
     fc_bias: bool = False
     """A bias behind the fusion of embedding and feature; the EAGLE project has one, vLLM takes none."""
@@ -76,7 +76,7 @@ class Eagle(UnrolledHead):
         _resolve(config, target)
         super().__init__(config, target)
         self.depths = config.steps
-        self.n_layers = config.num_hidden_layers
+        self.n_layers = config.n_layers
         self.tree = Dynamic(nodes=60, depth=6, topk=10)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         bias = bool(config.attention_bias)

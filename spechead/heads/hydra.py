@@ -26,14 +26,14 @@ from torch import Tensor, nn
 from spechead.cache import Rows
 from spechead.dataset import Batch
 from spechead.drafters.grow import grow
-from spechead.errors import UserError
-from spechead.heads.base import Head, Hits, Range, ahead, noise_of
+from spechead.heads.base import Hits, Range, ahead, noise_of
 from spechead.heads.judge import Judge
+from spechead.heads.stacks import Block, StackHead
 from spechead.heads.unrolled import CachedAttention, DecoderShape, UnrolledAttention, start_near_identity
 from spechead.losses import loss_named
 from spechead.sampling import Drawing
 from spechead.target import Target, TargetOutput
-from spechead.tree import Plan, Tree, chain
+from spechead.tree import Plan, Tree
 
 Drop = Callable[[Tensor], Tensor]
 """Dropout, or what does nothing."""
@@ -65,32 +65,12 @@ class HydraConfig(DecoderShape):
     """Head k's loss weighs decay^k."""
 
 
-class _Block(nn.Module):
-    """P x + SiLU(W x + b), at the start the first H of its inputs.
-
-    P is the identity where there are no more inputs than that, else trained.
-    """
-
-    def __init__(self, inputs: int, size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(inputs, size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-        self.residual: nn.Module = nn.Identity()
-        if inputs > size:
-            self.residual = projection = nn.Linear(inputs, size, bias=False)
-            nn.init.eye_(projection.weight)
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., inputs] -> [..., H]
-        return self.residual(x) + F.silu(self.linear(x))
-
-
 class _Stack(nn.Module):
     """The residual blocks of one head."""
 
     def __init__(self, inputs: int, size: int, n_layers: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(_Block(inputs if i == 0 else size, size) for i in range(n_layers))
+        self.blocks = nn.ModuleList(Block(inputs if i == 0 else size, size) for i in range(n_layers))
 
     def forward(self, x: Tensor, drop: Drop) -> Tensor:  # [..., inputs] -> [..., H]
         for block in self.blocks:
@@ -98,39 +78,29 @@ class _Stack(nn.Module):
         return drop(x)
 
 
-class Hydra(Head):
+class Hydra(StackHead):
     """K residual stacks, each over a state and the tokens behind it, each with an output layer."""
 
     kind = "hydra"
     Config = HydraConfig
 
     def __init__(self, config: HydraConfig, target: Target) -> None:
-        _resolve(config, target)
+        loss_named(config.loss)
+        config.fill(target)
         super().__init__(config, target)
-        self.layers = ()
         size = config.hidden_size
         self.prefix = config.decoder_layer(target) if config.prefix else None
         self.heads = nn.ModuleList(_Stack((k + 2) * size, size, config.n_layers) for k in range(config.n_heads))
-        self.lm_heads = nn.ModuleList()
-        if config.output == "own":
-            self.lm_heads.extend(nn.Linear(size, self.draft_size, bias=False) for _ in range(config.n_heads))
-        self.depths = config.n_heads
-        self.tree = chain(config.n_heads)
+        self.add_outputs()
 
     @torch.no_grad()
     def init_from_target(self) -> None:
-        """Every output layer starts as the target's rows, so that head k first repeats the next token."""
-        weight, _ = self.target.output_rows(self.draft_ids())
-        for layer in self.lm_heads.parameters():
-            layer.copy_(weight)
+        super().init_from_target()
         if self.prefix is not None:
             start_near_identity(self.prefix, self.target)
 
     def head_logits(self, inputs: Tensor, k: int) -> Tensor:  # [..., (k+2)*H] -> [..., D]
         return self.output(self.heads[k](inputs, lambda x: x), k)
-
-    def output(self, state: Tensor, k: int) -> Tensor:  # [..., H] -> [..., D]
-        return self.lm_heads[k](state) if self.config.output == "own" else self.target_logits(state)
 
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
         """Σ_k decay^k loss of head k, which reads the text's own tokens.
@@ -210,11 +180,3 @@ class _Dropout:
             return x
         kept = torch.rand(x.shape, generator=self._generator, device=x.device) >= self._share
         return x * kept / (1 - self._share)
-
-
-def _resolve(c: HydraConfig, target: Target) -> None:
-    """Fill in what the target decides, and refuse what cannot be built."""
-    if c.output not in ("own", "shared"):
-        raise UserError(f"head.options.output {c.output!r} is not own or shared")
-    loss_named(c.loss)
-    c.fill(target)

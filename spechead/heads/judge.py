@@ -10,6 +10,7 @@ Legend: B batch, T rows, n rows chosen, H hidden size, D draft vocabulary, K dep
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,17 @@ from spechead.target import TargetOutput
 LOGITS_AT_ONCE = 1 << 25
 """Logits that may be held at once, 128 MB in float32; the loss over them takes about six times as much. The smollm2
 recipes keep below it, and compute nothing twice."""
+
+T = TypeVar("T")
+
+
+def in_chunks(work: Callable[..., T], width: int, *values: Tensor) -> list[T]:
+    """What `work` makes of some rows after others, each time through logits [rows, width].
+
+    `values` have the same rows. Backward has `work` make the logits again, and they must be the same.
+    """
+    parts = zip(*(value.split(max(1, LOGITS_AT_ONCE // width)) for value in values), strict=True)
+    return [checkpoint(work, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
 
 
 class TrueRows:
@@ -52,9 +64,8 @@ class Judge:
             self._labels.append(labels[self.rows[k]])
         predicts = ahead(batch, 1)[1]  # [B, T]
         states = out.hidden[predicts].detach()  # [n, H]
-        width = head.target.vocab_size if loss.teacher == "whole" else head.draft_size
-        self._at_once = max(1, LOGITS_AT_ONCE // width)  # rows
-        self._kept = states.shape[0] * head.depths <= self._at_once
+        self._width = head.target.vocab_size if loss.teacher == "whole" else head.draft_size
+        self._kept = states.shape[0] * head.depths * self._width <= LOGITS_AT_ONCE
         self._true = TrueRows(predicts, self._teacher(states) if self._kept else states)
         self._correct = torch.zeros(head.depths, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
 
@@ -74,9 +85,8 @@ class Judge:
         if self._kept:
             sums, correct = decide(states, labels, true)
         else:
-            parts = zip(*(values.split(self._at_once) for values in (states, labels, true)), strict=True)
-            done = [checkpoint(decide, *part, use_reentrant=False, preserve_rng_state=False) for part in parts]
-            sums, correct = torch.stack([part[0] for part in done]).sum(0), torch.cat([part[1] for part in done])
+            all_sums, all_correct = zip(*in_chunks(decide, self._width, states, labels, true), strict=True)
+            sums, correct = torch.stack(all_sums).sum(0), torch.cat(all_correct)
         self._correct[k][self.rows[k]] = correct
         return self._loss.total(sums, labels.shape[0])
 

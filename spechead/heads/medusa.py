@@ -12,18 +12,18 @@ from functools import partial
 from typing import Annotated
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from spechead.dataset import Batch
 from spechead.drafters.grow import grow
 from spechead.errors import UserError
-from spechead.heads.base import Head, Hits, Range
+from spechead.heads.base import Hits, Range
 from spechead.heads.judge import Judge
+from spechead.heads.stacks import Block, StackHead
 from spechead.losses import LOSSES
 from spechead.sampling import Drawing
 from spechead.target import Target, TargetOutput
-from spechead.tree import Plan, Tree, chain
+from spechead.tree import Plan, Tree
 
 
 @dataclass
@@ -44,20 +44,7 @@ class MedusaConfig:
     """0: the target's."""
 
 
-class _Block(nn.Module):
-    """x + SiLU(W x + b), the identity at the start."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(size, size)
-        nn.init.zeros_(self.linear.weight)
-        nn.init.zeros_(self.linear.bias)
-
-    def forward(self, x: Tensor) -> Tensor:  # [..., H]
-        return x + F.silu(self.linear(x))
-
-
-class Medusa(Head):
+class Medusa(StackHead):
     """K residual stacks over the target's final hidden state, each with an output layer."""
 
     kind = "medusa"
@@ -66,29 +53,14 @@ class Medusa(Head):
     def __init__(self, config: MedusaConfig, target: Target) -> None:
         _resolve(config, target)
         super().__init__(config, target)
-        self.layers = ()
         size = config.hidden_size
         self.blocks = nn.ModuleList(
-            nn.Sequential(*(_Block(size) for _ in range(config.n_layers))) for _ in range(config.n_heads)
+            nn.Sequential(*(Block(size, size) for _ in range(config.n_layers))) for _ in range(config.n_heads)
         )
-        self.lm_heads = nn.ModuleList()
-        if config.output == "own":
-            self.lm_heads.extend(nn.Linear(size, self.draft_size, bias=False) for _ in range(config.n_heads))
-        self.depths = config.n_heads
-        self.tree = chain(config.n_heads)
-
-    @torch.no_grad()
-    def init_from_target(self) -> None:
-        """Every output layer starts as the target's rows, so that head k first repeats the next token."""
-        weight, _ = self.target.output_rows(self.draft_ids())
-        for layer in self.lm_heads.parameters():
-            layer.copy_(weight)
+        self.add_outputs()
 
     def head_logits(self, hidden: Tensor, k: int) -> Tensor:  # [..., H] -> [..., D]
         return self.output(self.blocks[k](hidden), k)
-
-    def output(self, state: Tensor, k: int) -> Tensor:  # [..., H] -> [..., D]
-        return self.lm_heads[k](state) if self.config.output == "own" else self.target_logits(state)
 
     def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
         """Σ_k λ^k cross-entropy of head k.
@@ -123,8 +95,6 @@ class Medusa(Head):
 
 def _resolve(c: MedusaConfig, target: Target) -> None:
     """Fill in what the target decides, and refuse what cannot be built."""
-    if c.output not in ("own", "shared"):
-        raise UserError(f"head.options.output {c.output!r} is not own or shared")
     if c.hidden_size not in (0, target.hidden_size):
         raise UserError(f"head.options.hidden_size {c.hidden_size} differs from the target's {target.hidden_size}")
     c.hidden_size = target.hidden_size
