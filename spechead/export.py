@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import asdict, dataclass
+import tempfile
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ class ExportOptions(ExchangeOptions):
     """Name by which the server knows the target, a hub id. Empty: the target's own, where it is no folder."""
     target_gguf: str = ""
     """For llama.cpp: GGUF file of the target, whose tokenizer the head's file repeats."""
+    merged_target: str = ""
+    """Folder to write the target to with the adapter merged that came with the head; servers load it as any model."""
     dtype: str = "auto"
     """Of the written floats: float32, bfloat16, float16. auto: that of the target's files."""
     report: str = ""
@@ -60,15 +63,42 @@ class ExportOptions(ExchangeOptions):
 def export(options: ExportOptions) -> Path:
     """Write the folder and print how to serve it. Raises UserError where the format cannot carry the head."""
     folder, out = Path(options.head), Path(options.out)
+    if options.merged_target:
+        write_merged_target(options)
+        options = replace(options, target=options.merged_target, force=True)
     name = options.target or head_target(folder)
     target = options.load_target(name, "" if options.target else head_adapter(folder))  # an adapter is refused
     head = load_head(folder, target, force=options.force, dtype=torch.float32)
     about = About(_target_id(options, name), _dtype(options, target), _gguf(options, name))
     meta = dict(read_json(folder / CONFIG).get("meta", {}))
-    command = write_export(head, options.to, out, about, meta, _report(options), options.license)
+    write_export(head, options.to, out, about, meta, _report(options), options.license)
+    here = name != embedded.NAME and Path(name).is_dir() and not options.target_id
+    served = replace(about, target_id=name) if here else about  # whose files and card name no folder
+    command = format_of(options.to).serve(head, str(out), served)
     print(f"{head.kind} head for {format_of(options.to).SERVER}: {out}\n\nserve it:\n{command}\n")
     print(f"check it later:  {_check_command(options, name)}")
     return out
+
+
+def write_merged_target(options: ExportOptions) -> None:
+    """Write the head's target with the adapter merged, in transformers' own files, the tokenizer with them.
+
+    Raises UserError where there is no adapter, or the head does not fit, or the format cannot carry it.
+    """
+    folder = Path(options.head)
+    name, adapter = options.target or head_target(folder), head_adapter(folder)
+    if not adapter:
+        raise UserError(f"option merged-target: the target of {folder} carries no adapter; leave the option out")
+    target = options.load_target(name, adapter)
+    head = load_head(folder, target, force=options.force, dtype=torch.float32)
+    target.adapter = ""  # from here on it is a model like any other
+    dtype = _dtype(options, target)
+    with new_folder(Path(options.merged_target), "merged-target") as merged:
+        with tempfile.TemporaryDirectory() as scratch:  # so that what is refused is refused before
+            about = About(_target_id(options, options.merged_target), dtype, _gguf(options, name))
+            format_of(options.to).save(head, Path(scratch), about)
+        target.model.to(dtype).save_pretrained(merged)
+        target.tokenizer.save_pretrained(merged)
 
 
 def write_export(
@@ -117,7 +147,7 @@ def _target_id(options: ExportOptions, name: str) -> str:
         return options.target_id
     if name == embedded.NAME:
         return embedded.HUB_ID
-    if not Path(name).is_dir():
+    if name != options.merged_target and not Path(name).is_dir():
         return name
     if format_of(options.to).NAMES_TARGET:
         raise UserError(

@@ -86,6 +86,7 @@ def write_tokenizer(target: Target, path: Path) -> Path:
     tokens = target.tokenizer.convert_ids_to_tokens(range(len(target.tokenizer)))
     writer.add_array("tokenizer.ggml.tokens", tokens)
     writer.add_array("tokenizer.ggml.token_type", [1] * len(tokens))
+    writer.add_array("tokenizer.ggml.merges", ["a b"])  # llama.cpp opens no file without
     writer.add_bool("tokenizer.ggml.add_bos_token", False)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

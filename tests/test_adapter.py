@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from torch import Tensor
 from training import flags, kill_after_a_checkpoint, launch, recipe, weights, write_tiny
 from transformers import AutoModelForCausalLM
 
+from spechead.cli import main
 from spechead.dataset import build_samples, collate, read_conversations
 from spechead.decoding import DecodingOptions
 from spechead.errors import UserError
+from spechead.export import ExportOptions, export
 from spechead.extract_head import ExtractOptions, extract_head
 from spechead.features import FeatureMemory
 from spechead.generate import Speculation, generate
@@ -109,6 +112,40 @@ def test_a_target_asked_for_by_name_gets_no_adapter_unasked(medusa: Path, folder
     assert merged.load_head(target).kind == "medusa"
     both = DecodingOptions(head=str(medusa / "head"), target=str(folder / "target"), adapter=str(adapter))
     assert both.load_head(both.load_target()).kind == "medusa"
+
+
+def test_the_merged_target_is_exported_with_the_head(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(recipe(folder, tmp_path / "run", "medusa", **JOINT, **{"head.options.draft_vocab_size": 0}))
+    head, merged, out = tmp_path / "run" / "head", tmp_path / "merged", tmp_path / "out"
+    asked = {"head": str(head), "merged_target": str(merged)}
+    with pytest.raises(UserError, match="SGLang .* has no medusa heads"):
+        export(ExportOptions(to="sglang", out=str(out), **asked))
+    assert not merged.exists()
+    export(ExportOptions(to="vllm", out=str(out), **asked))
+    shown = capsys.readouterr().out
+    assert f"vllm serve {merged} --speculative-config" in shown
+    assert "vllm serve merged " in (out / "README.md").read_text()
+    main(shlex.split(shown.splitlines()[-1].partition("spechead ")[2]))  # the check that it names
+    assert "the weights of" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(merged)
+    assert torch.allclose(model(IDS).logits, stock(folder, head / "adapter"), atol=1e-4)
+    assert Target.load(str(merged)).tokenizer.get_vocab() == Target.load(str(folder / "target")).tokenizer.get_vocab()
+    assert "attn_implementation" not in (merged / "config.json").read_text()
+    with pytest.raises(UserError, match="option merged-target: .* exists"):
+        export(ExportOptions(to="vllm", out=str(out), **asked))
+
+
+def test_a_head_without_an_adapter_has_no_merged_target(medusa: Path, tmp_path: Path) -> None:
+    shutil.copytree(medusa / "head", tmp_path / "head", ignore=shutil.ignore_patterns("adapter"))
+    config = json.loads((tmp_path / "head" / "config.json").read_text())
+    config["meta"].pop("adapter")
+    (tmp_path / "head" / "config.json").write_text(json.dumps(config))
+    asked = {"head": str(tmp_path / "head"), "merged_target": str(tmp_path / "merged")}
+    with pytest.raises(UserError, match="option merged-target: the target of .* carries no adapter"):
+        export(ExportOptions(to="vllm", out=str(tmp_path / "out"), **asked))
+    assert not (tmp_path / "merged").exists()
 
 
 def test_a_head_written_over_another_loses_the_adapter_of_that(folder: Path, tmp_path: Path) -> None:

@@ -160,14 +160,14 @@ def test_what_was_trained_is_measured_after_a_restart(
     measure, threads = compare.measure, torch.get_num_threads()
     monkeypatch.setattr(compare, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        run("--only", "hydra", "--only", "eagle", "--threads", "1", "--work", "work1")
+        run("--only", "hydra", "--only", "eagle", "--threads", "2", "--work", "work1")
     assert torch.get_num_threads() == threads
     weights = folder / "work1" / "hydra" / "run" / "head" / "model.safetensors"
     before = weights.stat().st_mtime_ns
     monkeypatch.setattr(compare, "measure", measure)
     monkeypatch.setattr(compare, "trial", lambda *_: pytest.fail("tried again"))
     assert (folder / "work1" / "eagle" / "run" / "run.json").is_file(), "trained before any was measured"
-    assert list(run("--only", "hydra", "--threads", "1", "--work", "work1")["heads"]) == ["hydra"]
+    assert list(run("--only", "hydra", "--threads", "2", "--work", "work1")["heads"]) == ["hydra"]
     assert weights.stat().st_mtime_ns == before
 
 

@@ -152,7 +152,7 @@ def test_a_missing_tensor_is_named_without_record_and_head(
 ) -> None:
     for path in exports[form, name][0].glob("*.safetensors"):
         for tensor in load_file(path):
-            if tensor == "t2d":  # which servers do not read
+            if tensor in ("t2d", "embed_tokens.weight"):  # servers do not read the one, and have the target's other
                 continue
             copy = tmp_path / tensor / name
             shutil.copytree(path.parent, copy)

@@ -237,5 +237,7 @@ def test_a_head_with_an_adapter_is_checked_against_a_merged_target(
     for more in ("", f" --target {tiny_run / 'target'}"):
         with pytest.raises(SystemExit):
             run(f"check {tmp_path / 'out'} --head {adapted}{more}")
-        assert "adapter 'org/lora', and a server loads the plain target: merge" in capsys.readouterr().err
+        assert (
+            "adapter 'org/lora', and a server loads the plain target: export with --merged" in capsys.readouterr().err
+        )
     run(f"check {tmp_path / 'out'} --head {adapted} --target {tiny_run / 'target'} --force")

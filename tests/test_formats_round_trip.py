@@ -105,7 +105,7 @@ def test_a_target_with_an_adapter_is_refused(tmp_path: Path) -> None:
     head = make_head("eagle3", target)
     target.adapter = "org/lora"
     try:
-        with pytest.raises(UserError, match="adapter 'org/lora'.*merge the adapter"):
+        with pytest.raises(UserError, match="adapter 'org/lora'.*export with --merged-target FOLDER"):
             write_export(head, "vllm", tmp_path / "out", about(target, tmp_path))
     finally:
         target.adapter = ""

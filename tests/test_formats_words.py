@@ -5,6 +5,8 @@ A mistake made alike in writing and in reading would pass a round trip.
 
 from __future__ import annotations
 
+import copy
+import ctypes
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from spechead.errors import UserError
 from spechead.export import write_export
+from spechead.formats import llama_cpp
 from spechead.formats.gguf_file import read_gguf
 
 H, WIDE, TOKENS, DRAFT = 32, 48, 97, 40
@@ -215,7 +218,8 @@ def test_eagle_project(tmp_path: Path) -> None:
 
 def test_speculators(tmp_path: Path) -> None:
     config, tensors, _ = export("speculators", "eagle3", tmp_path)
-    assert shapes(tensors) == without_prefix("layers.0.")
+    assert shapes(tensors) == without_prefix("layers.0.") | {"embed_tokens.weight": (TOKENS, H)}
+    assert torch.equal(tensors["embed_tokens.weight"], tiny("llama").model.get_input_embeddings().weight)
     assert has(config, NO_NORMS | {"speculators_model_type": "eagle3", "architectures": ["Eagle3Speculator"]})
     assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4] and config["draft_vocab_size"] == DRAFT
     assert has(config["transformer_layer_config"], LAYER)
@@ -265,6 +269,7 @@ def test_llama_cpp(tmp_path: Path) -> None:
         "eagle3.rope.dimension_count": 8,
         "eagle3.vocab_size": TOKENS,
         "eagle3.extract_layers": [1, 3, 6],
+        "eagle3.target_layers": [1, 3, 6],
         "eagle3.target_hidden_size": H,
         "eagle3.norm_before_residual": False,
     }
@@ -290,3 +295,36 @@ def test_llama_cpp(tmp_path: Path) -> None:
     assert torch.equal(file.tensors["blk.0.attn_q.weight"][:8], query[first])
     assert torch.equal(file.tensors["blk.0.attn_q.weight"][24:], query[24:][first])
     assert torch.equal(file.tensors["blk.0.attn_k.weight"][8:], key[8:][first])
+
+
+def test_llama_cpp_opens_its_file(tmp_path: Path) -> None:
+    """The library that llama-cpp-python brings takes every setting and tensor; drafting with it needs its server."""
+    library = pytest.importorskip("llama_cpp")
+    _, _, out = export("llama.cpp", "eagle3-other-taps", tmp_path)
+    model = library.llama_model_load_from_file(str(out / "model.gguf").encode(), library.llama_model_default_params())
+    assert model, "it does not open"
+    said = {}
+    for name in ("general.architecture", "eagle3.target_hidden_size"):
+        text = ctypes.create_string_buffer(64)
+        library.llama_model_meta_val_str(model, name.encode(), text, 64)
+        said[name] = text.value.decode()
+    tokens = library.llama_vocab_n_tokens(library.llama_model_get_vocab(model))
+    library.llama_model_free(model)
+    assert said == {"general.architecture": "eagle3", "eagle3.target_hidden_size": str(H)}
+    assert tokens == len(tiny("llama").tokenizer)
+
+
+def test_layers_by_both_names_are_the_same(tmp_path: Path) -> None:
+    _, _, out = export("llama.cpp", "eagle3-other-taps", tmp_path)
+    file = read_gguf(out / "model.gguf")
+    first, second = (f"eagle3.{name}" for name in ("extract_layers", "target_layers"))
+    assert llama_cpp._layers(file, tiny("llama")) == [1, 3, 6]
+    older, other, neither = (copy.deepcopy(file) for _ in range(3))
+    del older.settings[second]
+    assert llama_cpp._layers(older, tiny("llama")) == [1, 3, 6]
+    other.settings[second] = [1, 3, 5]
+    with pytest.raises(UserError, match=r"extract_layers \[1, 3, 6\] and target_layers \[1, 3, 5\]: builds"):
+        llama_cpp._layers(other, tiny("llama"))
+    del neither.settings[first], neither.settings[second]
+    with pytest.raises(UserError, match="no extract_layers or target_layers: llama.cpp stops"):
+        llama_cpp._layers(neither, tiny("llama"))

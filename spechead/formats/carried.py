@@ -59,7 +59,8 @@ def refuse_adapter(adapter: str, server: str) -> None:
     if adapter:
         raise UserError(
             f"the head was trained for a target with the adapter {adapter!r}, and {server} loads the plain target: "
-            "merge the adapter into a folder of the target and export with --target FOLDER --force"
+            "export with --merged-target FOLDER, which the target with the adapter merged is written to, and check "
+            "with --target FOLDER --force"
         )
 
 

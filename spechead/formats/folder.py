@@ -35,14 +35,14 @@ _ABSOLUTE = re.compile(r"^(?:/[^/\s]|~/|[A-Za-z]:[\\/])")
 
 
 @contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
+def new_folder(out: Path, option: str = "out") -> Iterator[Path]:
     """A scratch folder that takes the name `out` once all is written; an earlier export of that name gives way.
 
-    Raises UserError where `out` is something else, or the disk refuses.
+    Raises UserError where `out`, which the `option` gave, is something else, or the disk refuses.
     """
     out = Path(os.path.abspath(out))
     if out.exists() and not (out.is_dir() and (not any(out.iterdir()) or (out / RECORD).is_file())):
-        raise UserError(f"option out: {out} exists and is no export of spechead; give another folder")
+        raise UserError(f"option {option}: {out} exists and is no export of spechead; give another folder")
     make_folder(out.parent)
     scratch, old = (out.with_name(f".{out.name}.{secrets.token_hex(4)}.{end}") for end in ("tmp", "old"))
     try:

@@ -1,8 +1,9 @@
 """llama.cpp: EAGLE-3 heads as one GGUF file, for `llama-server --spec-type draft-eagle3`.
 
 Names and settings are those that its converter writes (convert_hf_to_gguf.py of 2026-09): layer ids are the inputs of
-the target's layers, as indices into hidden_states are; d2t holds target ids, not offsets; rows of queries and keys are
-reordered for its rotation of neighbouring pairs; the tokenizer is the target's, copied from the target's own GGUF file.
+the target's layers, as indices into hidden_states are, under the two names that older and newer builds read them by;
+d2t holds target ids, not offsets; rows of queries and keys are reordered for its rotation of neighbouring pairs; the
+tokenizer is the target's, copied from the target's own GGUF file.
 
 Legend: N heads, C head size.
 """
@@ -23,7 +24,7 @@ from spechead.formats.served import Served, own_embedding
 from spechead.heads import Head
 from spechead.target import Target
 
-SERVER = "llama.cpp b9723"
+SERVER = "llama.cpp b9723 and 0c1e57098"
 CARRIES = {"eagle3": frozenset({"layers", "norm_before_residual"})}
 CANNOT = {"rope_scaling": "only positions without scaling are written for llama.cpp"}
 MISSING = "llama.cpp stops at load, or takes the target's output layer for a missing output.weight"
@@ -31,6 +32,7 @@ UNKNOWN = "llama.cpp stops at load, as the number of tensors is not what it made
 NAMES_TARGET = False
 ARCHITECTURE, FILE = "eagle3", "model.gguf"
 _TAPS = 3
+_LAYERS = ("extract_layers", "target_layers")  # by which builds up to about b9723, and later ones, know the taps
 _NAMES = {
     "fc.weight": "fc.weight",
     "norm.weight": "output_norm.weight",
@@ -83,9 +85,7 @@ def load(folder: Path, target: Target) -> Served:
     if file.settings.get("general.architecture") != ARCHITECTURE:
         raise UserError(f"general.architecture is {file.settings.get('general.architecture')}, not {ARCHITECTURE}")
     config = _config(file, target)
-    layers = file.settings.get(f"{ARCHITECTURE}.extract_layers") or []
-    if len(layers) != _TAPS or layers != sorted(set(layers)) or not 0 < layers[0] <= layers[-1] < target.n_layers:
-        raise UserError(f"extract_layers {layers}: needs three ascending layers from 1 to {target.n_layers - 1}")
+    layers = _layers(file, target)
     names = {theirs: ours for ours, theirs in _NAMES.items()} | {"token_embd.weight": "embed_tokens.weight"}
     heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
     tensors = {}
@@ -124,10 +124,23 @@ def _settings(head: Head, about: About) -> dict[str, Any]:
         "rope.freq_base": float(c.rope_theta),
         "rope.dimension_count": c.head_dim,
         "vocab_size": target.vocab_size,
-        "extract_layers": list(c.layers),
+        **{name: list(c.layers) for name in _LAYERS},
         "target_hidden_size": target.hidden_size,
         "norm_before_residual": c.norm_before_residual,
     }
+
+
+def _layers(file: Gguf, target: Target) -> list[int]:
+    """The taps, under whichever of their names the file has."""
+    told = {name: file.settings[key] for name in _LAYERS if (key := f"{ARCHITECTURE}.{name}") in file.settings}
+    if not told:
+        raise UserError(f"the file gives no {' or '.join(_LAYERS)}: llama.cpp stops at load")
+    layers: list[int] = next(iter(told.values()))
+    if any(other != layers for other in told.values()):
+        raise UserError(f"{' and '.join(f'{name} {ids}' for name, ids in told.items())}: builds would tap other layers")
+    if len(layers) != _TAPS or layers != sorted(set(layers)) or not 0 < layers[0] <= layers[-1] < target.n_layers:
+        raise UserError(f"{next(iter(told))} {layers}: needs three ascending layers from 1 to {target.n_layers - 1}")
+    return layers
 
 
 def _config(file: Gguf, target: Target) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The `speculators` library's form: EAGLE-3 heads that name their target, for `vllm serve FOLDER` alone.
 
 Read off speculators 0.9 and vLLM 0.32. Layer ids are the inputs of the target's layers, as indices into hidden_states
-are; norm_before_residual is on where it is not said. Knows nothing of other servers.
+are; norm_before_residual is on where it is not said; the embedding is in the file. Knows nothing of other servers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from spechead.files import write_json
 from spechead.formats import layout
 from spechead.formats.carried import About, refuse
 from spechead.formats.folder import CONFIG, WEIGHTS, read_config, read_tensors, write_tensors
-from spechead.formats.served import Served, own_embedding
+from spechead.formats.served import Served, own_embedding, stored_embedding
 from spechead.heads import Head
 from spechead.target import Target
 
 SERVER = "speculators 0.9 and vLLM 0.32"
 CARRIES = {"eagle3": frozenset({"layers", "n_layers", "rope_scaling", *layout.FLAGS})}
 CANNOT: dict[str, str] = {}
-MISSING = "vLLM leaves it uninitialised and says nothing"
+MISSING = "vLLM leaves it uninitialised, or the library at zero, and says nothing"
 UNKNOWN = "vLLM stops at load, or drops a bias in silence"
 NAMES_TARGET = True
 
@@ -56,8 +56,8 @@ def save(head: Head, folder: Path, about: About) -> None:
     tensors = {}
     for name, tensor in layout.tensors(head, about.dtype).items():
         tensors[f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name] = tensor
-    if (rows := own_embedding(head.target)) is not None:
-        tensors["embed_tokens.weight"] = rows.to(about.dtype)
+    own = own_embedding(head.target)  # without any, the library's class embeds with zeros and says nothing
+    tensors["embed_tokens.weight"] = (stored_embedding(head.target) if own is None else own).to(about.dtype)
     write_json(folder / CONFIG, config)
     write_tensors(folder / WEIGHTS, tensors)
 

@@ -26,11 +26,11 @@ LOGITS_AT_ONCE = 1 << 25
 """Logits that may be held at once, 128 MB in float32; the loss over them takes about six times as much. The smollm2
 recipes keep below it, and compute nothing twice."""
 
-T = TypeVar("T")
+Made = TypeVar("Made")
 
 
-def in_chunks(work: Callable[..., T], width: int, *values: Tensor) -> list[T]:
-    """What `work` makes of some rows after others, each time through logits [rows, width].
+def in_chunks(work: Callable[..., Made], width: int, *values: Tensor) -> list[Made]:
+    """What `work` makes of the rows, so many at a time that it holds at most LOGITS_AT_ONCE logits [rows, width].
 
     `values` have the same rows. Backward has `work` make the logits again, and they must be the same.
     """

@@ -40,7 +40,10 @@ class Block(nn.Module):
 
 
 class StackHead(Head):
-    """A head with `n_heads` stacks. A subclass makes these, then calls `add_outputs`: the file keeps that order."""
+    """A head with `n_heads` stacks.
+
+    A subclass makes these, then calls `add_outputs`: parameters and random draws keep that order.
+    """
 
     def __init__(self, config: Any, target: Target) -> None:
         if config.output not in ("own", "shared"):
