@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -16,18 +15,8 @@ from training import write_tiny
 from spechead.cli import one_line_errors
 from spechead.dataset import Sample
 
-SCRIPT = Path(__file__).parents[1] / "eval" / "ablate.py"
-
-
-def load_script() -> Any:
-    spec = importlib.util.spec_from_file_location("ablate", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-ablate = load_script()
+sys.path.insert(0, str(Path(__file__).parent.parent / "eval"))
+import ablate  # noqa: E402  a script, as bench_loss is
 
 
 def test_variants_are_trained_once_and_never_mixed(

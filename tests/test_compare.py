@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -19,19 +18,8 @@ from spechead.cli import one_line_errors
 from spechead.heads import HEADS
 from spechead.recipe import load_recipe
 
-SCRIPT = Path(__file__).parents[1] / "eval" / "compare.py"
-
-
-def load_script() -> Any:
-    spec = importlib.util.spec_from_file_location("compare", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["compare"] = module  # where dataclasses look for their own module
-    spec.loader.exec_module(module)
-    return module
-
-
-compare = load_script()
+sys.path.insert(0, str(Path(__file__).parent.parent / "eval"))
+import compare  # noqa: E402  a script, as bench_loss is
 
 
 def test_every_kind_of_head_is_compared_and_all_see_the_same() -> None:
