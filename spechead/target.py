@@ -31,7 +31,7 @@ from spechead import attention, embedded
 from spechead.adapter import Adapter, merge
 from spechead.cache import KVCache
 from spechead.errors import UserError, first_line
-from spechead.packed import can_pack, pack_linears
+from spechead.packed import PackedLinear, can_pack, pack_linears
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SAMPLED = 4096  # weights of each tensor that enter the fingerprint
@@ -80,6 +80,7 @@ class Target:
         self._output = model.get_output_embeddings()
         self._output_weight, self._output_bias = self._output.weight, getattr(self._output, "bias", None)
         self._held_rows: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._held_layer: tuple[Tensor | None, torch.dtype, nn.Module] | None = None
         parameters = inspect.signature(self.decoder.forward).parameters
         self.cache_keyword = "cache" if "cache" in parameters else "past_key_values"
         softcapped = getattr(self.config, "attn_logit_softcapping", None)  # SDPA cannot, our function can
@@ -196,6 +197,23 @@ class Target:
             bias = self._output_bias
             self._held_rows = (rows, self._output_weight[rows], None if bias is None else bias[rows])
         return self._held_rows[1], self._held_rows[2]
+
+    def output_layer(self, rows: Tensor | None, dtype: torch.dtype) -> nn.Module:
+        """The output layer over token ids `rows` [n], or all, as drafts read it: in their `dtype`, without a gradient.
+
+        Packed where the target is; kept for the same tensor and dtype. `scaled` comes behind it.
+        """
+        if rows is None and dtype == self.dtype:
+            return self._output
+        if self._held_layer is None or self._held_layer[0] is not rows or self._held_layer[1] != dtype:
+            weight, bias = self.output_rows(rows)
+            layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+            layer.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+            if bias is not None:
+                layer.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
+            packed = self.packed and can_pack(self.device, dtype)
+            self._held_layer = rows, dtype, PackedLinear(layer) if packed else layer
+        return self._held_layer[2]
 
     def synchronise(self) -> None:
         """Wait until the device has done all that it was told to; then a clock may be read."""

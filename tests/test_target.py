@@ -11,6 +11,7 @@ from conftest import BASE, FAMILIES, make_target, make_toy_tokenizer
 from transformers import AutoModelForCausalLM
 
 from spechead.errors import UserError
+from spechead.packed import PackedLinear
 from spechead.target import Target, choose_device, load_tokenizer
 
 
@@ -44,6 +45,29 @@ def test_tapped_layers_are_the_models_hidden_states(family: str) -> None:
     assert torch.allclose(target.logits(out.hidden), whole, atol=1e-3)
     rows = torch.tensor([3, 5, 90])
     assert torch.allclose(target.logits(out.hidden, rows), whole[..., rows], atol=1e-3)
+
+
+@pytest.mark.parametrize("pack", [False, True])
+def test_the_output_layer_that_drafts_read_is_kept_for_its_rows_and_dtype(pack: bool) -> None:
+    torch.manual_seed(0)
+    config = transformers.PhiConfig(  # its output layer has a bias
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    target = Target(AutoModelForCausalLM.from_config(config), make_toy_tokenizer(), "tiny-phi")
+    torch.nn.init.normal_(target._output.bias)
+    weight, bias = target._output.weight.clone(), target._output.bias.clone()
+    if pack:
+        target.pack()
+    rows, hidden = torch.tensor([3, 5, 90]), torch.randn(4, 32)
+    whole = target.output_layer(None, torch.float32)
+    assert torch.allclose(whole(hidden), hidden @ weight.T + bias, atol=1e-5)
+    some = target.output_layer(rows, torch.float32)
+    assert torch.allclose(some(hidden), hidden @ weight[rows].T + bias[rows], atol=1e-5)
+    assert target.output_layer(rows, torch.float32) is some
+    coarse = target.output_layer(rows, torch.bfloat16)
+    assert torch.allclose(coarse(hidden.bfloat16()).float(), some(hidden), atol=0.05)
+    assert target.output_layer(torch.tensor([7, 8]), torch.bfloat16)(hidden.bfloat16()).shape == (4, 2)
+    assert isinstance(some, PackedLinear) is isinstance(coarse, PackedLinear) is pack
 
 
 def test_the_heads_embedding_is_the_targets(target: Target) -> None:

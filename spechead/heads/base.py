@@ -157,8 +157,9 @@ class Head(nn.Module, ABC):
 
     def target_logits(self, state: Tensor) -> Tensor:
         """What the target's output layer says of states [..., H], with a gradient where one is asked: [..., D]."""
-        if not torch.is_grad_enabled():  # the layer itself, packed and in its dtype
-            return self.target.logits(state.to(self.target.dtype), self.draft_ids())
+        if not torch.is_grad_enabled():
+            layer = self.target.output_layer(self.draft_ids(), state.dtype)
+            return self.target.scaled(layer(state).float())
         weight, bias = self.target.output_rows(self.draft_ids())
         logits = nn.functional.linear(state, weight.to(state.dtype), None if bias is None else bias.to(state.dtype))
         return self.target.scaled(logits.float())
