@@ -92,7 +92,14 @@ def earlier(out: Path, made: dict[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"out {out}: holds variants of another recipe, base, or number of steps or depths; choose another file"
         )
+    for name, variant in found["variants"].items():
+        if variant["flags"] != flags_of(name, made["steps"]):
+            raise UserError(f"out {out}: its {name!r} was made with {variant['flags']}; choose another file")
     return dict(found["variants"])
+
+
+def flags_of(name: str, steps: int) -> list[str]:
+    return [word.format(quarter=steps // 4) for word in VARIANTS.get(name, [])]
 
 
 def unshifted(sample: Sample) -> Sample:
@@ -102,7 +109,7 @@ def unshifted(sample: Sample) -> Sample:
 
 def run(config: str, steps: int, name: str, memories: dict[str, FeatureMemory]) -> dict[str, Any]:
     """Train one variant in a scratch folder; the target's outputs are shared by variants with the same taps."""
-    flags = [word.format(quarter=steps // 4) for word in VARIANTS[name]]
+    flags = flags_of(name, steps)
     scratch = Path(tempfile.mkdtemp())
     try:
         recipe = load_recipe(config, ["--optim.steps", str(steps), *BASE, *flags, "--out", str(scratch / "run")])
@@ -111,7 +118,9 @@ def run(config: str, steps: int, name: str, memories: dict[str, FeatureMemory]) 
         trained = set_up(recipe, start(choose_device(recipe.target.device)), memory)
         if name == UNSHIFTED:  # the draft vocabulary stays the base's
             trained.training = [unshifted(sample) for sample in trained.training]
+        held_out, trained.validation = trained.validation, []  # it is asked once, at the depths of all
         fit(trained)
+        trained.validation = held_out
         trained.head.depths = trained.head.config.steps = DEPTHS
         return validate(trained, steps) | {"flags": flags, "seconds": round(time.monotonic() - begin, 1)}
     finally:

@@ -19,7 +19,6 @@ docs/metrics.md, with judging apart. Knows nothing of how a drafter drafts.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -42,6 +41,7 @@ from spechead.errors import UserError
 from spechead.files import make_folder, write_json
 from spechead.generate import RANKED, Speculation, generate
 from spechead.log import Progress
+from spechead.marks import Mark, mark, seconds_between
 from spechead.measuring import (
     MeasureOptions,
     Mode,
@@ -193,11 +193,11 @@ def overhead(target: Target, asked: Sequence[Question], mode: Mode | None = None
 
 
 class ModuleSpans:
-    """When torch entered and left a module, nested calls not counted. On an accelerator the marks lie in its queue."""
+    """When torch entered and left a module, nested calls not counted."""
 
     def __init__(self, device: torch.device) -> None:
-        self.marks: list[tuple[Any, Any]] = []
-        self._device, self._depth, self._entered = device, 0, None
+        self.marks: list[tuple[Mark, Mark]] = []
+        self._device, self._depth = device, 0
 
     def __enter__(self) -> ModuleSpans:
         self._hooks = [
@@ -212,27 +212,19 @@ class ModuleSpans:
 
     def seconds(self, first: int) -> float:
         """Spent inside modules from span number `first` on; waits for the accelerator."""
-        if self._device.type != "cuda":
-            return sum(end - begin for begin, end in self.marks[first:])
-        torch.cuda.synchronize(self._device)
-        return sum(begin.elapsed_time(end) for begin, end in self.marks[first:]) / 1000
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return sum(seconds_between(begin, end) for begin, end in self.marks[first:])
 
     def _enter(self, *_: Any) -> None:
         if self._depth == 0:
-            self._entered = self._now()
+            self._entered = mark(self._device)
         self._depth += 1
 
     def _leave(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.marks.append((self._entered, self._now()))
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record(torch.cuda.current_stream(self._device))
-        return mark
+            self.marks.append((self._entered, mark(self._device)))
 
 
 # ------------------------------------------------------------------------------------------------ numbers

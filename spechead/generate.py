@@ -8,7 +8,6 @@ Legend: B texts still being written, P prompt tokens, N nodes of the largest tre
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from spechead.cache import KVCache
 from spechead.drafters.base import Drafter
+from spechead.marks import Mark, mark, reached, seconds_between
 from spechead.sampling import Sampler
 from spechead.target import Target
 from spechead.text import PHASES, Generation, OnCommit, Speculation, Stats, Text
@@ -158,36 +158,29 @@ def _still_written(texts: list[Text], cache: KVCache) -> list[Text]:
 
 
 class _Clock:
-    """Seconds by phase. On an accelerator the marks are events in its queue, so that nothing waits for them."""
+    """Seconds by phase."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._found = dict.fromkeys(PHASES, 0.0)
-        self._last = self._now()
-        self._laps: list[tuple[str, Any, Any]] = []  # that the accelerator may not have reached
+        self._last = mark(device)
+        self._laps: list[tuple[str, Mark, Mark]] = []  # that an accelerator may not have reached
 
     def lap(self, phase: str) -> None:
         """The time since the last lap was this phase's."""
-        now = self._now()
+        now = mark(self._device)
         self._laps.append((phase, self._last, now))
         self._last = now
-        while self._laps and (self._device.type != "cuda" or self._laps[0][2].query()):
+        while self._laps and reached(self._laps[0][2]):
             self._settle(*self._laps.pop(0))
 
     def seconds(self) -> dict[str, float]:
-        """Waits for the accelerator."""
+        """Waits for an accelerator."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         while self._laps:
             self._settle(*self._laps.pop(0))
         return dict(self._found)
 
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        mark = torch.cuda.Event(enable_timing=True)
-        mark.record(torch.cuda.current_stream(self._device))
-        return mark
-
-    def _settle(self, phase: str, begin: Any, end: Any) -> None:
-        self._found[phase] += begin.elapsed_time(end) / 1000 if self._device.type == "cuda" else end - begin
+    def _settle(self, phase: str, begin: Mark, end: Mark) -> None:
+        self._found[phase] += seconds_between(begin, end)

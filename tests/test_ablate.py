@@ -45,6 +45,10 @@ def test_variants_are_trained_once_and_never_mixed(
     with pytest.raises(SystemExit) as end:
         start("--steps", "4", "--only", "the base")
     assert end.value.code == 2 and "another recipe, base, or number of steps" in capsys.readouterr().err
+    monkeypatch.setitem(ablate.VARIANTS, "1 unrolled step", ["--head.options.steps", "2"])
+    with pytest.raises(SystemExit) as end:
+        start("--steps", "3", "--only", "the base")
+    assert end.value.code == 2 and "its '1 unrolled step' was made with" in capsys.readouterr().err
 
 
 def test_the_unshifted_mask_is_that_of_the_row() -> None:

@@ -92,6 +92,13 @@ def check_ranges(config: Any) -> None:
                 raise UserError(f"option head.options.{name}: must be {span}, got {value}")
 
 
+def targets_size(size: int, target: Target) -> int:
+    """The target's hidden size, which is a head's, too. Raises UserError for another one than that or 0."""
+    if size not in (0, target.hidden_size):
+        raise UserError(f"head.options.hidden_size {size} differs from the target's {target.hidden_size}")
+    return target.hidden_size
+
+
 class Head(nn.Module, ABC):
     """Base of all heads. A subclass adds `Config`, the modules, `training_step`, `new_state` and `propose`."""
 

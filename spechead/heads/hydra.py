@@ -29,7 +29,13 @@ from spechead.drafters.grow import grow
 from spechead.heads.base import Hits, Range, ahead, noise_of
 from spechead.heads.judge import Judge
 from spechead.heads.stacks import Block, StackHead
-from spechead.heads.unrolled import CachedAttention, DecoderShape, UnrolledAttention, start_near_identity
+from spechead.heads.unrolled import (
+    CachedAttention,
+    DecoderShape,
+    UnrolledAttention,
+    causal_behind,
+    start_near_identity,
+)
 from spechead.losses import loss_named
 from spechead.sampling import Drawing
 from spechead.target import Target, TargetOutput
@@ -152,10 +158,8 @@ class Hydra(StackHead):
         hidden = out.hidden.to(self.dtype)  # [1, n, H]
         past, new = state.length, hidden.shape[1]
         positions = torch.arange(past, past + new, device=hidden.device)[None]
-        visible = None  # a prompt's rows need no mask of their number squared
-        if past:
-            visible = torch.ones(new, past + new, dtype=torch.bool, device=hidden.device).tril(past)  # [n, S+n]
-        return self.prefix(hidden, positions, CachedAttention(state, visible))[0, -1:]
+        attend = CachedAttention(state, causal_behind(past, new, hidden.device))
+        return self.prefix(hidden, positions, attend)[0, -1:]
 
     def _log_probabilities(self, inputs: Tensor, k: int) -> Tensor:  # [n, (k+2)*H] -> [n, D]
         return self.head_logits(inputs, k).float().log_softmax(-1)

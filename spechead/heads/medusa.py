@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from spechead.dataset import Batch
 from spechead.drafters.grow import grow
-from spechead.errors import UserError
-from spechead.heads.base import Hits, Range
+from spechead.heads.base import Hits, Range, targets_size
 from spechead.heads.judge import Judge
 from spechead.heads.stacks import Block, StackHead
 from spechead.losses import LOSSES
@@ -51,7 +50,7 @@ class Medusa(StackHead):
     Config = MedusaConfig
 
     def __init__(self, config: MedusaConfig, target: Target) -> None:
-        _resolve(config, target)
+        config.hidden_size = targets_size(config.hidden_size, target)
         super().__init__(config, target)
         size = config.hidden_size
         self.blocks = nn.ModuleList(
@@ -91,10 +90,3 @@ class Medusa(StackHead):
         first = self.head_logits(hidden, 0).float().log_softmax(-1)  # [1, D]
         plan = plan.limited(self.depths)
         return grow(plan, fresh[-1], first, self.draft_ids(), deepen, drawing, self.target.vocab_size)
-
-
-def _resolve(c: MedusaConfig, target: Target) -> None:
-    """Fill in what the target decides, and refuse what cannot be built."""
-    if c.hidden_size not in (0, target.hidden_size):
-        raise UserError(f"head.options.hidden_size {c.hidden_size} differs from the target's {target.hidden_size}")
-    c.hidden_size = target.hidden_size

@@ -27,7 +27,7 @@ from spechead.cache import Rows
 from spechead.dataset import Batch
 from spechead.drafters.grow import grow
 from spechead.errors import UserError
-from spechead.heads.base import Head, Range, ahead
+from spechead.heads.base import Head, Range, ahead, targets_size
 from spechead.layers import Attend, Attention, DecoderLayer, GatedMLP, Rotary
 from spechead.sampling import Drawing
 from spechead.target import Target, TargetOutput
@@ -116,6 +116,14 @@ class CachedAttention:
         return grouped_attention(query, keys, values, self._visible[None, None])
 
 
+def causal_behind(past: int, new: int, device: torch.device) -> Tensor | None:
+    """What `new` rows of a text see behind `past` others, bool [n, S+n].
+
+    None, causal without a mask, where there are no others: a prompt's rows need none of their number squared.
+    """
+    return torch.ones(new, past + new, dtype=torch.bool, device=device).tril(past) if past else None
+
+
 # ------------------------------------------------------------------------------------------------ the head
 
 
@@ -194,9 +202,7 @@ class UnrolledHead(Head):
         committed, new = state.committed, fresh.shape[0]
         for rows in state.rows:
             rows.crop(committed)
-        visible = None  # a prompt's rows need no mask of their number squared
-        if committed:
-            visible = torch.ones(new, committed + new, dtype=torch.bool, device=fresh.device).tril(committed)
+        visible = causal_behind(committed, new, fresh.device)
         positions = torch.arange(committed, committed + new, device=fresh.device)
         hidden = self._draft(state, self.start(out), fresh, positions, visible)[:, -1:]  # [1, 1, H]
         state.committed = base = committed + new
@@ -243,11 +249,7 @@ class DecoderShape:
     def fill(self, target: Target) -> None:
         """Take from the target what is 0. Raises UserError where its hidden size is not ours."""
         t = target.config
-        if self.hidden_size not in (0, target.hidden_size):
-            raise UserError(
-                f"head.options.hidden_size {self.hidden_size} differs from the target's {target.hidden_size}"
-            )
-        self.hidden_size = target.hidden_size
+        self.hidden_size = targets_size(self.hidden_size, target)
         self.intermediate_size = self.intermediate_size or max(getattr(t, "intermediate_size", 0), self.hidden_size)
         self.num_attention_heads = self.num_attention_heads or t.num_attention_heads
         self.num_key_value_heads = (
