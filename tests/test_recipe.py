@@ -22,6 +22,7 @@ def test_the_recipes_that_should_ship() -> None:
         "eagle-smollm2",
         "eagle-llama-2-7b",
         "hass-smollm2",
+        "hass-llama-3-8b",
         "eagle3-smollm2",
         "hydra-smollm2",
         "hydra-mistral-7b",
