@@ -23,12 +23,13 @@ from spechead.cli import one_line_errors
 from spechead.dataset import Sample
 from spechead.engine import start
 from spechead.errors import UserError
-from spechead.evaluate import describe_machine
 from spechead.features import FeatureMemory
 from spechead.files import read_json, write_json
+from spechead.measuring import describe_machine
 from spechead.recipe import load_recipe
 from spechead.target import choose_device
 from spechead.train import fit, set_up, validate
+from spechead.tree import chain
 
 # spelled out, so that results stay comparable when the recipe moves
 BASE = [
@@ -121,7 +122,7 @@ def run(config: str, steps: int, name: str, memories: dict[str, FeatureMemory]) 
         held_out, trained.validation = trained.validation, []  # it is asked once, at the depths of all
         fit(trained)
         trained.validation = held_out
-        trained.head.depths = trained.head.config.steps = DEPTHS
+        trained.head.tree = chain(DEPTHS)
         return validate(trained, steps) | {"flags": flags, "seconds": round(time.monotonic() - begin, 1)}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -18,7 +18,7 @@ from spechead.dataset import Batch
 from spechead.features import FeatureMemory
 from spechead.heads import Head
 from spechead.heads.base import Hits, ahead
-from spechead.heads.judge import in_chunks
+from spechead.heads.judge import LOGITS_AT_ONCE, in_chunks
 from spechead.losses import hard_cross_entropy, soft_cross_entropy
 from spechead.recipe import AdapterConfig
 from spechead.target import TargetOutput
@@ -93,7 +93,10 @@ class JointModule(TrainingModule):
         states = out.hidden[predicts]  # [n, H]
         by_text = self.config.loss == "text"
         wanted = ids[predicts] if by_text else self.remembered(batch).hidden[predicts]  # [n] or [n, H]
-        return torch.stack(in_chunks(self._kept_loss, self.head.target.vocab_size, states, wanted)).sum()
+        width = self.head.target.vocab_size
+        if states.shape[0] * width <= LOGITS_AT_ONCE:
+            return self._kept_loss(states, wanted)
+        return torch.stack(in_chunks(self._kept_loss, width, states, wanted)).sum()
 
     def _kept_loss(self, states: Tensor, wanted: Tensor) -> Tensor:
         target = self.head.target

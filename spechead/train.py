@@ -7,6 +7,7 @@ Legend: B rows, T tokens, K depths.
 
 from __future__ import annotations
 
+import math
 import platform
 import random
 import shutil
@@ -40,7 +41,7 @@ from spechead.features import FeatureMemory
 from spechead.files import read_json, refuse_unwritable, write_json
 from spechead.formats.native import save_head
 from spechead.heads import HEADS, Head
-from spechead.heads.base import Hits
+from spechead.heads.base import Hits, ahead
 from spechead.log import NoLog, Progress, RunLog, plot_curve
 from spechead.module import JointModule, TrainingModule
 from spechead.recipe import Recipe
@@ -163,34 +164,47 @@ def progress_of(run: Run, step: int) -> float:
 
 
 def fit(run: Run) -> Standing:
-    """The loop: train a step, then validate, log and checkpoint where that is due.
+    """The loop: train a step, then log, checkpoint and validate where that is due.
 
-    It ends after the last step, or when validations bring nothing better. A checkpoint is written after each validation
-    that is the best so far, too: the head may be made of it.
+    It ends after the last step, or when validations bring nothing better. A checkpoint comes before a validation, so
+    that one which dies costs nothing, and again behind the best so far: the head may be made of it.
     """
-    engine, ranks, every, patience = run.engine, run.ranks, run.recipe.log, run.recipe.optim.patience
+    every, patience = run.recipe.log, run.recipe.optim.patience
     now = resume(run)
     log = open_log(run, now.step)
     window = Window(run.head)
-    with Progress("train", run.total, "step", done=now.step, quiet=not ranks.first) as progress:
+    with Progress("train", run.total, "step", done=now.step, quiet=not run.ranks.first) as progress:
+        if now.step and now.step not in dict(now.validations):  # the run ended between checkpoint and validation
+            look(run, now, log)
         while now.step < run.total and not now.over(patience):
             train_step(run, now, window)
             progress.advance(note=window.note)
-            validated = {}
-            if run.validation and _due(now.step, every.validate_every, run.total):
-                validated = validate(run, now.step)
-                if now.step > steps_alone(run.recipe, run.total):  # before, it is another target's head
-                    now.validations.append((now.step, validated["acceptance_length"]))
-            last = now.step == run.total or now.over(patience)
-            if last or now.step % every.every == 0:
-                values = window.values(ranks)
-                log.record(now.step, values | {"lr": engine.lr, "grad_norm": engine.grad_norm, "tokens": now.tokens})
-            if validated:
-                log.record(now.step, {f"validation/{name}": value for name, value in validated.items()})
-            if last or now.best == now.step or now.step % every.checkpoint_every == 0:
-                engine.save(run.out / CHECKPOINTS, now.step, asdict(now), ranks, every.keep, now.best)
+            if _due(now.step, every.every, run.total) or _due(now.step, every.validate_every, run.total):
+                engine = run.engine
+                rates = {"lr": engine.lr, "grad_norm": engine.grad_norm, "tokens": now.tokens}
+                log.record(now.step, window.values(run.ranks) | rates)
+            if _due(now.step, every.checkpoint_every, run.total):
+                save(run, now)
+            look(run, now, log)
     log.close()
     return now
+
+
+def look(run: Run, now: Standing, log: RunLog | NoLog) -> None:
+    """Validate where that is due, and write a checkpoint of what is the best so far, or the end of the run."""
+    if not run.validation or not _due(now.step, run.recipe.log.validate_every, run.total):
+        return
+    found = validate(run, now.step)
+    log.record(now.step, {f"validation/{name}": value for name, value in found.items()})
+    if now.step <= steps_alone(run.recipe, run.total):  # it is another target's head
+        return
+    now.validations.append((now.step, found["acceptance_length"]))
+    if now.best == now.step or now.step == run.total or now.over(run.recipe.optim.patience):
+        save(run, now)
+
+
+def save(run: Run, now: Standing) -> None:
+    run.engine.save(run.out / CHECKPOINTS, now.step, asdict(now), run.ranks, run.recipe.log.keep, now.best)
 
 
 def train_step(run: Run, now: Standing, window: Window) -> None:
@@ -261,8 +275,9 @@ class Window:
 
     def _clear(self) -> None:
         self._loss, self._supervised, self._tokens, self._seconds = 0.0, 0, 0, 0.0
-        self._correct = torch.zeros(self._head.depths, dtype=torch.long)  # [K]
-        self._rows = self._passes = self._committed = self._outside = 0
+        self._correct = torch.zeros(self._head.judged, dtype=torch.long)  # [K]
+        self._rows = torch.zeros_like(self._correct)  # [K]: that have a token to draft
+        self._passes = self._committed = self._outside = 0
         self._parts = torch.zeros(3, dtype=torch.float64)  # where head and target are trained: their losses, and tokens
 
     def add(self, loss: Tensor, hits: Hits, batch: Batch, parts: Tensor | None = None) -> None:
@@ -274,7 +289,7 @@ class Window:
         self._outside += int((batch.supervised & ~self._head.to_draft(batch.ids)[1]).sum())
         self._tokens += int((batch.document >= 0).sum())
         self._correct += (hits.correct & hits.valid).sum((1, 2)).cpu()
-        self._rows += int(hits.valid.sum())
+        self._rows += torch.stack([(hits.valid & ahead(batch, 2 + k)[1]).sum() for k in range(len(self._rows))]).cpu()
         for row in range(hits.valid.shape[0]):
             passes, committed = metrics.walk(hits.correct[:, row], hits.valid[row])
             self._passes += passes
@@ -297,13 +312,14 @@ class Window:
         Where head and target are trained together, the loss of each as well. Beside these the share of supervised
         tokens that are outside the draft vocabulary: no draft can be right there.
         """
-        counts = [self._supervised, self._outside, self._tokens, self._rows, self._passes, self._committed]
-        sums = torch.tensor([self._loss, *counts, *self._correct.tolist()], dtype=torch.float64)
-        loss, supervised, outside, tokens, rows, passes, committed, *depths = ranks.sum(sums).tolist()
+        counts = [self._supervised, self._outside, self._tokens, self._passes, self._committed]
+        sums = torch.tensor([self._loss, *counts, *self._correct, *self._rows], dtype=torch.float64)
+        loss, supervised, outside, tokens, passes, committed, *depths = ranks.sum(sums).tolist()
+        hits, rows = depths[: len(depths) // 2], depths[len(depths) // 2 :]
         found = {"loss": loss / max(1, supervised)} | _apart(*ranks.sum(self._parts).tolist())
         found["acceptance_length"] = committed / max(1, passes)
         found["outside_vocabulary"] = outside / max(1, supervised)
-        found |= {f"accuracy@{k + 1}": hit / max(1, rows) for k, hit in enumerate(depths)}
+        found |= {f"accuracy@{k + 1}": hit / max(1, n) for k, (hit, n) in enumerate(zip(hits, rows, strict=True))}
         if self._seconds:
             found["tokens_per_s"] = tokens / self._seconds
         self._clear()
@@ -473,7 +489,7 @@ def _refuse_not_finite(loss: Tensor, step: int, batch: Batch, head: Head) -> Non
 
 
 def _refuse_skipped(engine: Engine, step: int) -> None:
-    if engine.skipped:
+    if engine.skipped or not math.isfinite(engine.grad_norm):  # before it gets into a checkpoint
         raise UserError(f"step {step}: a gradient is not finite; lower optim.lr or engine.precision")
 
 

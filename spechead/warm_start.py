@@ -20,7 +20,8 @@ from spechead.target import Target
 _OUTPUT = "lm_head"  # how the names of tensors begin that have a row for each token of the draft vocabulary
 _MAP = ("d2t", "t2d")
 # Options that change what weights mean and no shape that would tell
-_MEANING = ("layers", "rope_theta", "rope_scaling", "norm_before_residual", "norm_output", "norm_embeddings")
+_MEANING = ("layers", "head_dim", "rope_theta", "rope_scaling")
+_MEANING += ("norm_before_residual", "norm_output", "norm_embeddings")
 
 
 def other_target(folder: Path, target: Target) -> str:

@@ -108,7 +108,7 @@ class Head(nn.Module, ABC):
     layers: Sequence[int]  # the target's layers it reads, as indices into hidden_states
     tree: Plan  # drafted unless another is asked for
     branches = True
-    depths: int  # drafts that a training step judges
+    depths: int  # drafts that it is trained to make, one behind the other
     recompute: bool | None = None  # whether training computes decoder steps twice, to keep less; None: it has none
 
     def __init__(self, config: Any, target: Target) -> None:
@@ -120,7 +120,7 @@ class Head(nn.Module, ABC):
         if 0 < config.draft_vocab_size < target.vocab_size:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(target.vocab_size, dtype=torch.bool))
-        self._ids: Tensor | None = None
+        self._maps: tuple[Tensor, Tensor] | None = None  # see `_both_ways`
 
     d2t: Tensor  # int64 [D]: target id = draft id + d2t[draft id]
     t2d: Tensor  # bool [V]: whether a target id is in the draft vocabulary
@@ -130,6 +130,11 @@ class Head(nn.Module, ABC):
         """In which the head computes; drafting may be coarser than the target."""
         packed = (module.packed for module in self.modules() if isinstance(module, PackedLinear))
         return next(itertools.chain(self.parameters(), packed)).dtype
+
+    @property
+    def judged(self) -> int:
+        """How many drafts, one behind the other, a `training_step` judges now."""
+        return self.depths
 
     @property
     def reduced(self) -> bool:
@@ -143,24 +148,33 @@ class Head(nn.Module, ABC):
     def set_vocabulary(self, ids: Tensor) -> None:
         """Fix the draft vocabulary: sorted target ids [D]."""
         self.d2t.copy_(ids - torch.arange(ids.shape[0], device=ids.device))
-        self._ids = None
         self.t2d.zero_()
         self.t2d[ids] = True
+        self._maps = None
+
+    def _load_from_state_dict(self, *arguments: Any) -> None:
+        super()._load_from_state_dict(*arguments)
+        self._maps = None  # a loaded vocabulary takes the place of one that was counted
 
     def draft_ids(self) -> Tensor | None:
         """The target id of each draft id, int64 [D], one tensor for all calls; None where they are the same."""
-        if not self.reduced:
-            return None
-        if self._ids is None or self._ids.device != self.d2t.device:
-            self._ids = torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
-        return self._ids
+        return self._both_ways()[0] if self.reduced else None
 
     def to_draft(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Draft ids of target ids, and whether each has one: two tensors of the shape of `ids`."""
         if not self.reduced:
             return ids, torch.ones_like(ids, dtype=torch.bool)
-        rank = self.t2d.cumsum(0) - 1  # [V]: draft id of each id that is in
-        return rank[ids].clamp(min=0), self.t2d[ids]
+        return self._both_ways()[1][ids], self.t2d[ids]
+
+    def _both_ways(self) -> tuple[Tensor, Tensor]:
+        """Of a reduced vocabulary the target id of each draft id [D], and the draft id of each target id [V].
+
+        Made once, and again for another device; of a target id that is not in, the draft id means nothing.
+        """
+        if self._maps is None or self._maps[0].device != self.d2t.device:
+            ids = torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
+            self._maps = ids, (self.t2d.cumsum(0) - 1).clamp(min=0)
+        return self._maps
 
     def target_logits(self, state: Tensor) -> Tensor:
         """What the target's output layer says of states [..., H], with a gradient where one is asked: [..., D]."""

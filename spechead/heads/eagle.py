@@ -117,9 +117,11 @@ class Eagle(UnrolledHead):
         predicts = ahead(batch, 1)[1]  # [B, T]
         features = TrueRows(predicts, out.hidden[predicts].detach())  # of [n, H]
         loss = out.hidden.new_zeros((), dtype=torch.float32)
-        unrolled = self.unroll(batch, self._noisy(self.start(out), batch), c.steps, c.detach_steps)
+        unrolled = self.unroll(batch, self._noisy(self.start(out), batch), self.judged, c.detach_steps)
         for step, hidden in enumerate(unrolled):  # [B, T, H]
             distilled = judge.loss(step, hidden[judge.rows[step]], self.target_logits)
+            if step >= c.steps:  # judged, and not trained
+                continue
             supervised = ahead(batch, 2 + step)[1]  # [B, T]
             regression = feature_regression(hidden[supervised], features.behind(supervised, 1 + step))
             loss = loss + c.step_decay**step * (c.feature_weight * regression + distilled)

@@ -148,9 +148,11 @@ class Eagle3(UnrolledHead):
         c = self.config
         judge = Judge(self, batch, out, loss_named(c.loss))
         loss = out.hidden.new_zeros((), dtype=torch.float32)
-        for step, hidden in enumerate(self.unroll(batch, self.start(out), c.steps)):  # [B, T, H]
-            weight = c.step_weights[step] if c.step_weights else c.step_decay**step
-            loss = loss + weight * judge.loss(step, hidden[judge.rows[step]], self._logits)
+        for step, hidden in enumerate(self.unroll(batch, self.start(out), self.judged)):  # [B, T, H]
+            judged = judge.loss(step, hidden[judge.rows[step]], self._logits)
+            if step < c.steps:
+                weight = c.step_weights[step] if c.step_weights else c.step_decay**step
+                loss = loss + weight * judged
         return loss, judge.hits
 
     def _logits(self, hidden: Tensor) -> Tensor:  # [n, H] -> [n, D]

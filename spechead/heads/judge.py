@@ -57,7 +57,7 @@ class Judge:
         self._head, self._batch, self._loss = head, batch, loss
         self.rows: list[Tensor] = []  # at k, bool [B, T]: rows whose draft of depth k + 1 is supervised and can be made
         self._labels: list[Tensor] = []  # at k, int64 [n]: their tokens, as draft ids
-        for k in range(head.depths):
+        for k in range(head.judged):
             ids, supervised = ahead(batch, 2 + k)
             labels, inside = head.to_draft(ids)
             self.rows.append(supervised & inside)
@@ -65,9 +65,9 @@ class Judge:
         predicts = ahead(batch, 1)[1]  # [B, T]
         states = out.hidden[predicts].detach()  # [n, H]
         self._width = head.target.vocab_size if loss.teacher == "whole" else head.draft_size
-        self._kept = states.shape[0] * head.depths * self._width <= LOGITS_AT_ONCE
+        self._kept = states.shape[0] * head.judged * self._width <= LOGITS_AT_ONCE
         self._true = TrueRows(predicts, self._teacher(states) if self._kept else states)
-        self._correct = torch.zeros(head.depths, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
+        self._correct = torch.zeros(head.judged, *batch.ids.shape, dtype=torch.bool, device=batch.ids.device)
 
     def loss(self, k: int, states: Tensor, logits_of: Callable[[Tensor], Tensor]) -> Tensor:
         """The loss of the drafts of depth k + 1, summed over `rows[k]`, and notes which of them are right.

@@ -145,6 +145,11 @@ class UnrolledHead(Head):
     n_layers: int = 1  # decoder layers; each has its own keys and values
     recompute = False
 
+    @property
+    def judged(self) -> int:
+        """In training the unrolled steps; else, since more can be drafted, what the head's tree asks for."""
+        return self.depths if self.training else self.tree.depth
+
     @abstractmethod
     def start(self, out: TargetOutput) -> Tensor:
         """Hidden states [B, T, H] of true rows."""
