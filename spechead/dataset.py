@@ -5,6 +5,7 @@ The one file that imports `datasets`. Knows nothing of models, heads or the trai
 Legend: B rows, T tokens.
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Sequence
@@ -183,6 +184,16 @@ def build_samples(
         detail = f"; {refusals[0]}" if refusals else f" (max_length is {max_length})"
         raise UserError(f"none of {len(conversations)} conversations can be used: {why}{detail}")
     return samples
+
+
+def digest(samples: Sequence[Sample]) -> str:
+    """A short name for what the samples hold: ids and supervision, in their order."""
+    sha = hashlib.sha256()
+    for sample in samples:
+        sha.update(len(sample.ids).to_bytes(8))
+        sha.update(sample.ids.numpy().tobytes())
+        sha.update(sample.supervised.numpy().tobytes())
+    return sha.hexdigest()[:16]
 
 
 def split_validation(samples: Sequence[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:

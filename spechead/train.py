@@ -29,6 +29,7 @@ from spechead.dataset import (
     Sample,
     build_samples,
     collate,
+    digest,
     draft_vocabulary,
     foreign_warning,
     plan_step,
@@ -122,7 +123,8 @@ def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
         zero_stage=recipe.engine.zero_stage,
         bf16=bf16,
     )
-    claim(recipe, out, ranks, {"target": target.fingerprint, "samples": len(training)})  # now that nothing is refused
+    facts = {"target": target.fingerprint, "samples": len(training), "data": digest([*training, *validation])}
+    claim(recipe, out, ranks, facts)  # now that nothing is refused
     return Run(recipe, ranks, out, head, adapter, engine, training, validation, dropped, total, device)
 
 

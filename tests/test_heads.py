@@ -101,6 +101,34 @@ def fit(head: Head, batch: Batch, steps: int, lr: float = 1e-2) -> None:
         schedule.step()
 
 
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_loaded_vocabulary_is_the_one_that_computes(kind: str, target: Target) -> None:
+    """Also where another one was counted, and looked at, before: a resumed run on data that would give it."""
+    head, other = (make_head(kind, target, draft_vocab_size=8) for _ in range(2))
+    ids = torch.tensor([3, 5, 8, 13, 21, 34, 55, 89])
+    other.set_vocabulary(ids)
+    assert head.draft_ids().tolist() != ids.tolist() and not head.to_draft(ids)[1].all()
+    head.load_state_dict(other.state_dict())
+    assert head.draft_ids().tolist() == ids.tolist()
+    assert head.to_draft(ids)[0].tolist() == list(range(8)) and head.to_draft(ids)[1].all()
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@torch.no_grad()
+def test_validation_judges_as_many_drafts_as_the_tree_asks_for(kind: str, target: Target) -> None:
+    """However many steps training unrolls; the loss is of those alone."""
+    batch = collate([sample(target)], 64)
+    head = make_head(kind, target, steps=2)
+    losses, hits = {}, {}
+    for depth in (1, 2, 4):
+        head.eval().tree = chain(depth)
+        losses[depth], hits[depth] = step(head, batch)
+        assert hits[depth].correct.shape[0] == depth
+    assert losses[2] == losses[4] != losses[1]
+    assert torch.equal(hits[2].correct, hits[4].correct[:2])
+    assert head.train().judged == 2 and step(head, batch)[1].correct.shape[0] == 2
+
+
 # ------------------------------------------------------------------------------------------------ alignment
 
 

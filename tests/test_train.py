@@ -21,7 +21,7 @@ from spechead.engine import checkpoints, learning_rate_factor, start, step_of
 from spechead.errors import UserError
 from spechead.formats.native import load_head
 from spechead.heads import HEADS
-from spechead.heads.base import Hits
+from spechead.heads.base import Hits, ahead
 from spechead.log import read_log
 from spechead.target import Target
 from spechead.train import Window, train
@@ -138,6 +138,19 @@ def test_the_share_of_tokens_outside_the_draft_vocabulary_by_hand() -> None:
     assert window.values(start(torch.device("cpu")))["outside_vocabulary"] == 0.5  # of 5, 8, 7, 30
 
 
+def test_the_accuracy_of_a_depth_is_of_the_rows_that_have_such_a_token() -> None:
+    target = make_target("llama")
+    head = HEADS["medusa"](HEADS["medusa"].Config(n_heads=2), target)
+    supervised = torch.tensor([False, False, True, True, True, True])
+    batch = collate([Sample(torch.arange(6), supervised, 0)], 512)
+    first, second = (ahead(batch, n)[1] for n in (2, 3))  # four and three rows: drafts of the answer's own tokens
+    window = Window(head)
+    window.add(torch.tensor(1.0), Hits(torch.stack([first, first & second]), first), batch)
+    found = window.values(start(torch.device("cpu")))
+    assert (int(first.sum()), int((first & second).sum())) == (4, 3)
+    assert (found["accuracy@1"], found["accuracy@2"]) == (1.0, 1.0), "nothing is wrong"
+
+
 def test_the_losses_of_head_and_target_by_hand() -> None:
     """They are of the tokens that both were trained on; of four steps of four tokens, the last two."""
     target = make_target("llama")
@@ -189,6 +202,16 @@ def test_a_finished_run_is_not_repeated_and_another_recipe_is_refused(folder: Pa
     train(recipe(folder, out, **{"engine.feature_memory_gb": 1}))
 
 
+def test_other_data_under_the_same_name_is_refused(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_bytes((folder / "data.jsonl").read_bytes())
+    train(recipe(folder, tmp_path / "run", **{"data.train": data}))
+    (tmp_path / "run" / "run.json").unlink()
+    data.write_text(data.read_text().replace("the answer ab", "the answer ba"))
+    with pytest.raises(UserError, match=r"holds a run with facts\.data = "):
+        train(recipe(folder, tmp_path / "run", **{"data.train": data}))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -229,6 +252,46 @@ def test_data_written_with_other_template_keywords_is_told(
 def test_a_loss_that_is_not_finite_names_step_and_samples(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"step \d+: the loss is nan on conversation"):
         train(recipe(folder, tmp_path / "run", **{"optim.lr": 1e30, "optim.clip_norm": 0}))
+
+
+@pytest.mark.parametrize("clip", [0, 1])
+def test_a_gradient_that_is_not_finite_reaches_no_checkpoint(
+    clip: float, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = HEADS["eagle3"].training_step
+    calls = 0
+
+    def poisoned(self: Any, batch: Any, out: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        loss, hits = real(self, batch, out)
+        if calls == 11:  # in the sixth step, behind which a checkpoint is due
+            loss = loss + (self.norm.weight * 0).abs().sqrt().sum()  # 0, with a gradient of 0 / 0
+        return loss, hits
+
+    monkeypatch.setattr(HEADS["eagle3"], "training_step", poisoned)
+    changes = {"optim.clip_norm": clip, "log.validate_every": 0}
+    with pytest.raises(UserError, match="step 6: a gradient is not finite"):
+        train(recipe(folder, tmp_path / "run", **changes))
+    assert [step_of(path) for path in checkpoints(tmp_path / "run" / "checkpoints")] == [3]
+
+
+def test_a_validation_that_dies_costs_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"log.checkpoint_every": 4}
+    train(recipe(folder, tmp_path / "straight", **changes))
+    with monkeypatch.context() as dying, pytest.raises(MemoryError):
+        dying.setattr("spechead.train.validate", lambda *_: (_ for _ in ()).throw(MemoryError))
+        train(recipe(folder, tmp_path / "died", **changes))
+    assert [step_of(path) for path in checkpoints(tmp_path / "died" / "checkpoints")] == [4]
+    train(recipe(folder, tmp_path / "died", **changes))
+    for name, tensor in weights(tmp_path / "straight").items():
+        assert torch.equal(tensor, weights(tmp_path / "died")[name]), name
+    logs = [[without_clocks(row) for row in read_log(tmp_path / name)] for name in ("straight", "died")]
+    assert logs[0] == logs[1] and "validation/loss" in logs[1][3]
+
+
+def without_clocks(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != "time" and not name.endswith("tokens_per_s")}
 
 
 def test_a_full_disk_is_one_line_and_leaves_no_half_checkpoint(

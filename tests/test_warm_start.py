@@ -104,6 +104,12 @@ def test_to_and_from_the_whole_vocabulary(target: Target, tmp_path: Path) -> Non
         ("eagle3", "keep", {"draft_vocab_size": 8, "intermediate_size": 20}, r"has midlayer\.mlp.*\(48, 32\), not"),
         ("eagle3", "keep", {"draft_vocab_size": 8, "layers": [1, 3, 4]}, r"layers \[2, 3, 4\], not \[1, 3, 4\]"),
         ("eagle3", "keep", {"draft_vocab_size": 8, "norm_output": True}, "norm_output False, not True"),
+        (
+            "eagle3",
+            "keep",
+            {"draft_vocab_size": 8, "head_dim": 16, "num_attention_heads": 2, "num_key_value_heads": 1},
+            "head_dim 8, not 16",
+        ),
         ("eagle3", "keep", {"draft_vocab_size": 8, "rope_theta": 7.0}, r"rope_theta 10000\.0, not 7\.0"),
     ],
 )
