@@ -405,7 +405,9 @@ def write_head(
 def head_meta(recipe: Recipe, steps: int) -> dict[str, Any]:
     """What a head's file says of the training behind it."""
     target = recipe.target
-    meta = {"data": recipe.data.train, "steps": steps, "template_kwargs": target.template_kwargs}
+    split = {name: getattr(recipe.data, name) for name in ("max_length", "validation_share", "limit")}
+    meta = {"data": recipe.data.train, "split": split | {"seed": recipe.seed}, "steps": steps}
+    meta["template_kwargs"] = target.template_kwargs
     flags = {"four_bits": target.four_bits, "adapter": bool(recipe.adapter.peft)}
     return meta | {name: True for name, so in flags.items() if so}
 

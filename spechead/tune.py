@@ -35,7 +35,7 @@ from spechead.dataset import (
 from spechead.decoding import ModelOptions
 from spechead.errors import UserError
 from spechead.files import shipped
-from spechead.formats.native import save_tree
+from spechead.formats.native import head_data, save_tree
 from spechead.generate import RANKED, Speculation, generate
 from spechead.heads import Head
 from spechead.log import Progress
@@ -65,8 +65,8 @@ class TuneOptions(ModelOptions):
     """JSONL file of prompts, {"question_id", "category", "turns"} a line, that the target answers for this purpose. Not
     those that eval measures on."""
     data: str = ""
-    """JSONL file of conversations whose answers the target wrote. With neither: what the shipped recipes keep out of
-    training of the shipped sample data, answered anew where another target wrote it."""
+    """JSONL file of conversations whose answers the target wrote. With neither: what the head's training held out, or,
+    where that data is not here, what the shipped recipes hold out; answered anew where another target wrote it."""
     limit: int = 16
     """Texts to use, at least 2; time grows with them."""
     nodes: int = 0
@@ -151,18 +151,39 @@ def calibration_texts(options: TuneOptions, target: Target) -> list[Sample]:
         if warning := foreign_warning([conversations[text.row] for text in texts], target.name):
             print(f"data: {warning}; the tree is chosen for texts that it may not write", file=sys.stderr)
         return texts
-    conversations = read_conversations(str(shipped("data/sample.jsonl")))
-    texts = _samples(conversations, options, target)
-    held_out = split_validation(texts, DataConfig().validation_share, seed=0)[1][: options.limit]
+    data, seed = split_of(Path(options.head))
+    conversations = read_conversations(data.sources(), data.limit)
+    texts = _samples(conversations, options, target, data.max_length)
+    held_out = split_validation(texts, data.validation_share, seed)[1][: options.limit]
     if not foreign_warning([conversations[text.row] for text in held_out], target.name):
         return held_out
     first = [next(m["content"] for m in conversations[t.row]["messages"] if m["role"] == "user") for t in held_out]
     return _answered([Prompt(number, "sample", text) for number, text in enumerate(first)], options, target)
 
 
-def _samples(conversations: Sequence[Conversation], options: TuneOptions, target: Target) -> list[Sample]:
-    length = min(DataConfig().max_length, target.max_positions)
-    return build_samples(conversations, target.tokenizer, length, options.template()).items
+def split_of(folder: Path) -> tuple[DataConfig, int]:
+    """Data and seed of which some was held out when the head in `folder` was trained, or else of the shipped recipes.
+
+    Tells on standard error where nothing sure was held out.
+    """
+    known = head_data(folder)
+    default, seed = DataConfig(), int(known.pop("seed", 0))
+    data = DataConfig(**known)
+    if data.validation_share and all(Path(source).is_file() for source in data.sources()):
+        return data, seed
+    if set(default.sources()) & set(data.sources()):
+        print(
+            f"warning: what {folder} learned from is not all here: the tree is chosen on conversations of which it "
+            "learned from some; name others with --data or --prompts",
+            file=sys.stderr,
+        )
+    return default, 0
+
+
+def _samples(
+    conversations: Sequence[Conversation], options: TuneOptions, target: Target, length: int = DataConfig.max_length
+) -> list[Sample]:
+    return build_samples(conversations, target.tokenizer, min(length, target.max_positions), options.template()).items
 
 
 def _answered(prompts: Sequence[Prompt], options: TuneOptions, target: Target) -> list[Sample]:

@@ -21,7 +21,7 @@ _OUTPUT = "lm_head"  # how the names of tensors begin that have a row for each t
 _MAP = ("d2t", "t2d")
 # Options that change what weights mean and no shape that would tell
 _MEANING = ("layers", "head_dim", "rope_theta", "rope_scaling")
-_MEANING += ("norm_before_residual", "norm_output", "norm_embeddings")
+_NORMS = ("norm_before_residual", "norm_output", "norm_embeddings")
 
 
 def other_target(folder: Path, target: Target) -> str:
@@ -58,7 +58,7 @@ class EarlierHead:
             rows = 1 if name.startswith(_OUTPUT) else 0  # of the vocabulary, of which there may be others
             if self._state[name].shape[rows:] != tensor.shape[rows:]:
                 self._refuse(f"has {name} of shape {tuple(self._state[name].shape)}, not {tuple(tensor.shape)}")
-        for option in _MEANING:
+        for option in (*_MEANING, *_NORMS):
             was, now = getattr(config, option, None), getattr(head.config, option, None)
             if was != now:
                 self._refuse(f"has head.options.{option} {was}, not {now}")

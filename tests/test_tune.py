@@ -13,15 +13,19 @@ from conftest import make_target
 from hypothesis import given
 from hypothesis import strategies as st
 from test_heads import OPTIONS, fit, make_head, sample, step
+from training import recipe, write_tiny
 
 from spechead import cli, tune
 from spechead.dataset import Sample, collate
+from spechead.engine import Ranks
 from spechead.files import shipped
 from spechead.formats.native import load_head, save_head
 from spechead.generate import Speculation, generate
 from spechead.heads import HEADS, Head
 from spechead.prompts import read_prompts
+from spechead.recipe import DataConfig
 from spechead.target import Target
+from spechead.train import load_data, train
 from spechead.tree import Dynamic, Static, chain, parse_plan
 from spechead.tune import Costs, accepted, best_nodes, by_counts, by_product, rank_paths, tokens_per_pass
 
@@ -129,7 +133,7 @@ def test_what_training_counts_as_right_is_what_drafting_ranks_first(kind: str, t
     text = sample(target, 24)
     head = trained(kind, target, [text])
     hits = step(head, collate([text], 64))[1]
-    [answer, _] = rank_paths(head, [text, text], head.depths)
+    [answer, _] = rank_paths(head, [text, text], head.judged)
     right = 0
     for row, path in enumerate(answer, start=7):  # the root of the first pass is token 8, the answer's first
         for depth, rank in enumerate(path):
@@ -312,10 +316,10 @@ def test_conversations_that_the_target_wrote_are_no_warning(folder: Path, capsys
         assert told in err if told else err == ""
 
 
-def test_by_default_it_is_what_the_recipes_keep_out_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_it_is_what_the_recipes_keep_out_of_training(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     read = tune.read_conversations
-    monkeypatch.setattr(tune, "read_conversations", lambda source: read(source, 120))  # the whole takes a while
-    options = tune.TuneOptions(head="h", limit=3, max_new_tokens=4)
+    monkeypatch.setattr(tune, "read_conversations", lambda source, _: read(source, 120))  # the whole takes a while
+    options = tune.TuneOptions(head=str(folder / "head"), limit=3, max_new_tokens=4)
     options.template = dict  # type: ignore[method-assign]
     texts = tune.calibration_texts(options, make_target())
     assert len(texts) == 3 and all(int(text.supervised.sum()) == 4 for text in texts), "answered by this target"
@@ -325,6 +329,26 @@ def test_by_default_it_is_what_the_recipes_keep_out_of_training(monkeypatch: pyt
     assert len(own) == 3 and all(int(text.supervised.sum()) > 4 for text in own), "their own answers"
     answered = [text.ids[: int(text.supervised.int().argmax())].tolist() for text in texts]
     assert all(text.ids[: len(prompt)].tolist() == prompt for text, prompt in zip(own, answered, strict=True))
+
+
+def test_a_head_is_tuned_on_what_its_own_training_held_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    root = write_tiny(tmp_path)
+    changes = {"optim.steps": 1, "data.validation_share": 0.3, "seed": 5, "data.max_length": 40}
+    asked = recipe(root, tmp_path / "run", "medusa", **changes)
+    head = train(asked)
+    target = Target.load(str(root / "target"), device="cpu", pack=False)
+    options = tune.TuneOptions(head=str(head))
+    texts = tune.calibration_texts(options, target)
+    _, held_out, _ = load_data(asked, target, Ranks(0, 1, target.device))
+    assert [text.ids.tolist() for text in texts] == [text.ids.tolist() for text in held_out] != []
+    (root / "data.jsonl").rename(root / "elsewhere.jsonl")
+    assert tune.split_of(head) == (DataConfig(), 0)
+    assert capsys.readouterr().err.count("warning") == 0, "it saw nothing of the shipped data"
+    config = json.loads((head / "config.json").read_text())
+    config["meta"]["data"] = ["shipped:data/sample.jsonl", str(root / "data.jsonl")]
+    (head / "config.json").write_text(json.dumps(config))
+    assert tune.split_of(head) == (DataConfig(), 0)
+    assert "it learned from some; name others with --data or --prompts" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

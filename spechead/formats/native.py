@@ -117,6 +117,12 @@ def head_template_kwargs(folder: Path) -> dict[str, Any]:
     return dict(_read_config(folder).get("meta", {}).get("template_kwargs", {}))
 
 
+def head_data(folder: Path) -> dict[str, Any]:
+    """What the head learned from and how some of it was held out: fields of DataConfig and `seed`; {} if unknown."""
+    meta = _read_config(folder).get("meta", {})
+    return {"train": meta["data"]} | meta["split"] if "split" in meta else {}
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     folder = Path(folder)
     if not folder.is_dir():
