@@ -11,6 +11,7 @@ import json
 import secrets
 import shutil
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
@@ -23,6 +24,9 @@ from torch import Tensor, nn
 from spechead.errors import UserError, first_line
 from spechead.files import make_folder, reason
 from spechead.options import convert
+
+# peft asks transformers' models for a property that is being renamed
+warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
 
 FOLDER = "adapter"  # inside the folder of a head that was trained together with it
 _NAMES = ("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode")

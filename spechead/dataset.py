@@ -130,6 +130,8 @@ def check_conversation(row: Any, where: str) -> Conversation:
             raise UserError(f"{where}: a message needs a role and a text as content, not {str(message)[:60]}")
         if message.get("role") not in ROLES:
             raise UserError(f"{where}: unknown role {message.get('role')!r}; known are {', '.join(ROLES)}")
+    if not isinstance(row.get("meta") or {}, dict):
+        raise UserError(f'{where}: meta must be an object, such as {{"target": "..."}}, not {str(row["meta"])[:60]}')
     first = next((m["role"] for m in messages if m["role"] != "system"), "system")
     if first != "user":
         problem = "the assistant speaks first" if first == "assistant" else "nobody speaks but the system"
@@ -181,7 +183,8 @@ def build_samples(
     samples.dropped = dict(dropped.most_common())
     if not samples.items:
         why = ", ".join(f"{count} {name}" for name, count in samples.dropped.items())
-        detail = f"; {refusals[0]}" if refusals else f" (max_length is {max_length})"
+        long = f"; raise data.max_length, which is {max_length}" if "too long" in samples.dropped else ""
+        detail = f"; {refusals[0]}" if refusals else long
         raise UserError(f"none of {len(conversations)} conversations can be used: {why}{detail}")
     return samples
 

@@ -259,7 +259,13 @@ class Engine:
         name = f"{_STEP}{step:08d}"
         if not (folder / name).is_dir():
             raise UserError(f"no checkpoint {folder / name}: it was removed while the run still needed it")
-        _, client = self._engine.load_checkpoint(str(folder), tag=name)
+        try:
+            _, client = self._engine.load_checkpoint(str(folder), tag=name)
+        except (OSError, RuntimeError, EOFError, UnpicklingError, AssertionError, KeyError) as error:
+            raise UserError(
+                f"cannot read the checkpoint {folder / name}: it is damaged, or of another version; remove it, and the "
+                "run goes on from the one before"
+            ) from error
         torch.set_rng_state(client["rng"])
         random.setstate(client["python_rng"])
         return client
@@ -275,7 +281,8 @@ def _not_begun(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in `folder`, oldest first."""
-    return sorted(path for path in folder.glob(f"{_STEP}*") if path.is_dir()) if folder.is_dir() else []
+    found = folder.glob(f"{_STEP}*") if folder.is_dir() else ()
+    return sorted(path for path in found if path.is_dir() and path.name.removeprefix(_STEP).isdecimal())
 
 
 def step_of(checkpoint: Path) -> int:

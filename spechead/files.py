@@ -5,9 +5,12 @@ so that a killed run or a full disk never leaves half a file under the final nam
 """
 
 import errno
+import fcntl
 import json
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +49,22 @@ def refuse_unwritable(folder: Path) -> None:
     if not place.is_dir() or not os.access(place, os.W_OK):
         why = "permission denied" if place.is_dir() else f"{place} is a file"
         raise UserError(f"cannot make the folder {folder}: {why}")
+
+
+@contextmanager
+def held(folder: Path, what: str) -> Iterator[None]:
+    """Inside, no other process on this machine that asks holds `folder`. Raises UserError where one does.
+
+    The hold ends with the process, however that ends. `what`: the option that the folder came from.
+    """
+    with (folder / ".lock").open("a") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError(f"{what} {folder}: another process writes there; wait, or choose another") from error
+        except OSError:
+            pass  # a file system that knows no locks
+        yield
 
 
 def write_text(path: Path, text: str) -> None:

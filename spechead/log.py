@@ -198,7 +198,7 @@ def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             row = json.loads(line)
             row["step"] = int(row["step"])
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} line {number} is not a record of a training log") from error
+            raise UserError(f"{path} line {number} is not a record of a training log; remove that line") from error
         yield line, row
 
 

@@ -89,7 +89,7 @@ def spell_out(argv: Sequence[str], hints: dict[str, Any]) -> list[str]:
             continue
         name = name[2:].replace("-", "_")
         has_value = bool(equals) or (bool(words) and not words[0].startswith("--"))
-        if hints.get(name) is bool and not equals and words[:1] not in (["true"], ["false"]):
+        if hints.get(name) is bool and not equals and "".join(words[:1]).lower() not in ("true", "false"):
             value, has_value = "true", True
         elif name not in hints and hints.get(name.removeprefix("no_")) is bool and not equals:
             name, value, has_value = name.removeprefix("no_"), "false", True

@@ -6,6 +6,7 @@ Knows nothing of torch: loading a recipe only checks that its values make sense,
 import dataclasses
 import functools
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -267,8 +268,10 @@ RULES: list[tuple[str, Callable[[Any], bool], list[str]]] = [
         "0 or more",
         lambda v: 0 <= v < math.inf,
         ["data.limit", "optim.weight_decay", "optim.clip_norm", "optim.steps", "optim.patience"]
-        + ["engine.threads", "engine.feature_memory_gb", "log.validate_every", "seed"],
+        + ["engine.feature_memory_gb", "log.validate_every"],
     ),
+    ("from 0 to below 2^32", lambda v: 0 <= v < 1 << 32, ["seed"]),
+    (f"from 0 to the {os.cpu_count()} of this machine", lambda v: 0 <= v <= (os.cpu_count() or v), ["engine.threads"]),
     ("above 0", lambda v: 0 < v < math.inf, ["optim.lr", "optim.epochs", "adapter.lr", "adapter.head_weight"]),
     (
         "from 0 to below 1",
@@ -277,7 +280,7 @@ RULES: list[tuple[str, Callable[[Any], bool], list[str]]] = [
     ),
     ("two numbers from 0 to below 1", lambda v: all(0 <= beta < 1 for beta in v), ["optim.betas"]),
     ("from 0 to 1", lambda v: 0 <= v <= 1, ["optim.min_lr_share"]),
-    ("the name of at least one source", bool, ["data.train"]),
+    ("the name of at least one source", lambda v: bool(v) and all([v] if isinstance(v, str) else v), ["data.train"]),
 ]
 
 

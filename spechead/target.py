@@ -284,6 +284,10 @@ class Target:
         try:
             frequencies, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, torch.device("cpu"))
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            if scaling.get("rope_type") not in ROPE_INIT_FUNCTIONS:
+                raise UserError(
+                    f"head.options.rope_scaling {scaling}: needs a rope_type, one of {', '.join(ROPE_INIT_FUNCTIONS)}"
+                ) from error
             raise UserError(
                 f"head.options.rope_scaling {scaling} does not fit heads of size {size} ({type(error).__name__}: "
                 f"{error}); give head.options.rope_theta for positions without scaling"

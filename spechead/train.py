@@ -14,6 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -39,8 +40,8 @@ from spechead.dataset import (
 from spechead.engine import Engine, Group, Ranks, checkpoints, learning_rate_factor, start, step_of
 from spechead.errors import UserError
 from spechead.features import FeatureMemory
-from spechead.files import read_json, refuse_unwritable, write_json
-from spechead.formats.native import save_head
+from spechead.files import held, read_json, refuse_unwritable, write_json
+from spechead.formats.native import has_head, save_head
 from spechead.heads import HEADS, Head
 from spechead.heads.base import Hits, ahead
 from spechead.log import NoLog, Progress, RunLog, plot_curve
@@ -81,12 +82,15 @@ def train(recipe: Recipe, memory: FeatureMemory | None = None) -> Path:
     """
     out = Path(recipe.out)
     if (out / FINISHED).is_file():
-        _refuse_other(recipe.to_dict(), read_json(out / STARTED), out)
+        _refuse_other(recipe.to_dict(), out)
+        if not has_head(out / "head"):
+            raise UserError(f"{out} holds a finished run without its head; `spechead extract-head {out}` makes it anew")
         print(f"{out} holds the finished run of this recipe; remove it to train anew")
         return out / "head"
     memory = memory or FeatureMemory(recipe.engine.feature_memory_gb)
     run = set_up(recipe, start(choose_device(recipe.target.device)), memory)
-    return finish(run, fit(run))
+    with held(out, "out") if run.ranks.first else nullcontext():
+        return finish(run, fit(run))
 
 
 def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
@@ -242,8 +246,8 @@ def claim(recipe: Recipe, out: Path, ranks: Ranks, facts: dict[str, Any]) -> Non
     """Note what the run in `out` is, or refuse to carry on with another recipe, target, data or number of processes."""
     path = out / STARTED
     mine = recipe.to_dict() | {"facts": facts | {"processes": ranks.world}}
-    if path.is_file() and checkpoints(out / CHECKPOINTS):
-        _refuse_other(mine, read_json(path), out)
+    if checkpoints(out / CHECKPOINTS):
+        _refuse_other(mine, out)
     ranks.barrier()
     if ranks.first:
         write_json(path, mine)
@@ -344,7 +348,10 @@ def validate(run: Run, step: int) -> dict[str, float]:
             loss, hits, parts = run.engine.module(batch, progress_of(run, step))
             window.add(loss, hits, batch, parts)
     run.engine.train(True)
-    return window.values(run.ranks)
+    found = window.values(run.ranks)
+    if not math.isfinite(found["loss"]):
+        raise UserError(f"step {step}: the loss of the validation is {found['loss']}; lower optim.lr")
+    return found
 
 
 def finish(run: Run, now: Standing) -> Path:
@@ -497,12 +504,20 @@ def _refuse_skipped(engine: Engine, step: int) -> None:
         raise UserError(f"step {step}: a gradient is not finite; lower optim.lr or engine.precision")
 
 
-def _refuse_other(mine: dict[str, Any], earlier: dict[str, Any], out: Path) -> None:
+def _refuse_other(mine: dict[str, Any], out: Path) -> None:
     """A run is carried on only as it began, but for `FREE_OPTIONS`."""
+    path = out / STARTED
+    earlier = read_json(path) if path.is_file() else None
+    if not isinstance(earlier, dict):
+        raise UserError(
+            f"{out} holds a run, and its {STARTED} is missing or no recipe: choose another --out, or remove that folder"
+        )
     now, before = _flat(mine), _flat(Recipe().to_dict()) | _flat(earlier)  # options that it did not know were unset
-    free = FREE_OPTIONS if "facts" in mine else (*FREE_OPTIONS, "facts.")  # a finished run needs no second look at them
+    finished = "facts" not in mine  # they need no second look then
+    free = (*FREE_OPTIONS, "facts.") if finished else FREE_OPTIONS
     for name in sorted(now.keys() | before.keys()):
-        if now.get(name) != before.get(name) and not name.startswith(free):
+        settled = finished and name == "log.best"  # the head is made
+        if now.get(name) != before.get(name) and (settled or not name.startswith(free)):
             raise UserError(
                 f"{out} holds a run with {name} = {before.get(name)!r}, now {now.get(name)!r}: "
                 "choose another --out, or remove that folder"

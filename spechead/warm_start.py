@@ -7,30 +7,33 @@ Legend: D draft vocabulary, V target vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spechead.errors import UserError
-from spechead.formats.native import head_fingerprint, head_target, read_head
+from spechead.formats.native import head_adapter, head_fingerprint, head_target, read_head
 from spechead.heads import Head
 from spechead.target import Target
 
 _OUTPUT = "lm_head"  # how the names of tensors begin that have a row for each token of the draft vocabulary
 _MAP = ("d2t", "t2d")
-# Options that change what weights mean and no shape that would tell
-_MEANING = ("layers", "head_dim", "rope_theta", "rope_scaling")
-_NORMS = ("norm_before_residual", "norm_output", "norm_embeddings")
+# Options that change what weights mean and no shape that would tell, and those that change which weights there are
+_MEANING = ["layers", "head_dim", "rope_theta", "rope_scaling"]
+_MEANING += ["norm_before_residual", "norm_output", "norm_embeddings"]
+_BUILDING = ["n_layers", "n_heads", "output", "prefix", "norm_before_fc", "fc_norm", "fc_bias", "attention_bias"]
 
 
 def other_target(folder: Path, target: Target) -> str:
     """A warning where the head in `folder` was trained for other weights than the target's, else nothing."""
     if head_fingerprint(folder) == target.fingerprint:
         return ""
-    return (
-        f"head.init_from {folder} was trained for target {head_target(folder)!r}; the weights of {target.name!r} differ"
-    )
+    carried = head_adapter(folder)
+    whose = f"{head_target(folder)!r}" + (f" with target.adapter {carried}" if carried else "")
+    return f"head.init_from {folder} was trained for target {whose}; the weights of {target.name!r} differ"
 
 
 class EarlierHead:
@@ -53,15 +56,13 @@ class EarlierHead:
         names = self._state.keys() - set(_MAP)
         ours = {name: tensor for name, tensor in head.state_dict().items() if name not in _MAP}
         if names != ours.keys():
-            self._refuse(f"lacks {sorted(ours.keys() - names)} and has {sorted(names - ours.keys())}")
+            self._refuse_other(config, _BUILDING)
+            self._refuse(f"has other tensors: {', '.join(sorted(names ^ ours.keys())[:3])} ...")
         for name, tensor in ours.items():
             rows = 1 if name.startswith(_OUTPUT) else 0  # of the vocabulary, of which there may be others
             if self._state[name].shape[rows:] != tensor.shape[rows:]:
                 self._refuse(f"has {name} of shape {tuple(self._state[name].shape)}, not {tuple(tensor.shape)}")
-        for option in (*_MEANING, *_NORMS):
-            was, now = getattr(config, option, None), getattr(head.config, option, None)
-            if was != now:
-                self._refuse(f"has head.options.{option} {was}, not {now}")
+        self._refuse_other(config, _MEANING)
 
     def _vocabulary(self) -> int:
         """How many tokens its target has; ours, where nothing in the head is as long."""
@@ -102,6 +103,12 @@ class EarlierHead:
                 ours[rows.to(ours.device) >= 0] = self._state[name][rows[rows >= 0]].to(ours)
             elif name not in _MAP:
                 ours.copy_(self._state[name])
+
+    def _refuse_other(self, config: Any, options: Sequence[str]) -> None:
+        for option in options:
+            was, now = getattr(config, option, None), getattr(self._head.config, option, None)
+            if was != now:
+                self._refuse(f"has head.options.{option} {was}, not {now}")
 
     def _refuse(self, why: str) -> None:
         raise UserError(f"head.init_from {self._folder} does not fit head.options: it {why}")

@@ -65,6 +65,7 @@ def test_files_are_read_in_order_up_to_the_limit(tmp_path: Path) -> None:
         ({"prompt": "Hi"}, "line 2: no messages"),
         ({"messages": []}, "line 2: the conversation is empty"),
         ({"messages": [{"role": "human", "content": "Hi"}]}, "line 2: unknown role 'human'"),
+        ({"messages": [{"role": "user", "content": "Hi"}], "meta": 5}, "line 2: meta must be an object, not 5"),
         ({"messages": [{"role": "user", "content": None}]}, "line 2: a message needs a role and a text"),
         ({"messages": ["Hi"]}, "line 2: a message needs a role and a text"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, "line 2: the assistant speaks first"),
@@ -148,7 +149,9 @@ def test_a_row_that_the_template_refuses_is_counted() -> None:
 
 
 def test_no_usable_sample_is_an_error_that_says_why() -> None:
-    with pytest.raises(UserError, match=r"none of 2 .* 1 too long, 1 no assistant turn \(max_length is 20\)"):
+    with pytest.raises(
+        UserError, match=r"none of 2 .* 1 too long, 1 no .*; raise data.max_length, which is 20"
+    ):
         build_samples([conversation("Hi", "Yo"), conversation("Hi")], make_toy_tokenizer(), 20)
 
 

@@ -460,6 +460,14 @@ def test_damaged_heads_are_refused(kind: str, target: Target, tmp_path: Path) ->
     save_file(state | {first: torch.zeros(3)}, folder / "model.safetensors")
     with pytest.raises(UserError, match="wrong shape"):
         load_head(folder, target)
+    weight = next(name for name, tensor in state.items() if tensor.is_floating_point())
+    save_file(state | {weight: state[weight] * float("nan")}, folder / "model.safetensors")
+    with pytest.raises(UserError, match=f"{weight} holds numbers that are not finite"):
+        load_head(folder, target)
+    for change in ({"d2t": state["d2t"] + 90}, {"d2t": state["d2t"].float()}, {"t2d": ~state["t2d"]}):
+        save_file(state | change, folder / "model.safetensors")
+        with pytest.raises(UserError, match="no draft vocabulary of a target with 97 tokens"):
+            load_head(folder, target)
     (folder / "model.safetensors").write_bytes(b"cut")
     with pytest.raises(UserError, match="cannot read"):
         load_head(folder, target)
@@ -468,6 +476,50 @@ def test_damaged_heads_are_refused(kind: str, target: Target, tmp_path: Path) ->
         load_head(folder, target)
     with pytest.raises(UserError, match="no head at"):
         load_head(tmp_path / "nowhere", target)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": "x"}, "target is 'x'"),
+        ({"target": {}}, "target has no name"),
+        ({"target": {"name": "x"}}, "target has no fingerprint"),
+        ({"tree": None}, "tree is None"),
+        ({"tree": "nope"}, "tree 'nope'"),
+        ({"config": []}, r"config is \[\]"),
+        ({"config": {"layers": "x"}}, "option head.options.layers"),
+        ({"config": {"steps": "a"}}, "option head.options.steps"),
+        ({"config": {"steps": 0}}, "option head.options.steps: must be at least 1"),
+        ({"meta": None}, "meta is None"),
+        ({"kind": []}, r"kind is \[\]"),
+    ],
+)
+def test_an_edited_configuration_is_one_line_that_names_the_file(
+    change: dict[str, object], message: str, target: Target, tmp_path: Path
+) -> None:
+    save_head(make_head("eagle3", target), tmp_path / "head", {})
+    path = tmp_path / "head" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=f"config.json: .*{message}"):
+        load_head(tmp_path / "head", target, force=True)
+
+
+def test_a_head_of_no_numbers_is_not_written(target: Target, tmp_path: Path) -> None:
+    head = make_head("eagle3", target)
+    torch.nn.init.constant_(head.norm.weight, float("inf"))
+    with pytest.raises(UserError, match="is not written: norm.weight holds numbers that are not finite"):
+        save_head(head, tmp_path / "head", {})
+    assert not (tmp_path / "head").exists()
+
+
+def test_the_default_taps_are_distinct_and_ascend_in_a_target_of_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for layers in range(1, 8):
+        monkeypatch.setitem(conftest.BASE, "num_hidden_layers", layers)
+        found[layers] = make_head("eagle3", make_target()).layers
+    assert found == {
+        1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (1, 2, 3), 5: (2, 3, 4), 6: (3, 4, 5), 7: (2, 3, 4)
+    }  # fmt: skip
 
 
 def test_layers_are_checked(target: Target) -> None:

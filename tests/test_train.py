@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from training import flags, kill_after_a_checkpoint, launch, recipe, weights, wr
 from spechead.dataset import Sample, collate
 from spechead.engine import checkpoints, learning_rate_factor, start, step_of
 from spechead.errors import UserError
+from spechead.files import held
 from spechead.formats.native import load_head
 from spechead.heads import HEADS
 from spechead.heads.base import Hits, ahead
@@ -274,6 +276,54 @@ def test_a_gradient_that_is_not_finite_reaches_no_checkpoint(
     with pytest.raises(UserError, match="step 6: a gradient is not finite"):
         train(recipe(folder, tmp_path / "run", **changes))
     assert [step_of(path) for path in checkpoints(tmp_path / "run" / "checkpoints")] == [3]
+
+
+def test_weights_that_blow_up_in_the_last_step_are_no_head(folder: Path, tmp_path: Path) -> None:
+    changes = {"optim.steps": 1, "optim.lr": 1e38}
+    with pytest.raises(UserError, match="step 1: the loss of the validation is nan"):
+        train(recipe(folder, tmp_path / "seen", **changes))
+    with pytest.raises(UserError, match="the head is not written: .* not finite"):
+        train(recipe(folder, tmp_path / "unseen", **changes | {"optim.lr": 1e39, "data.validation_share": 0}))
+    assert not list(tmp_path.glob("*/head/*")) and not list(tmp_path.glob("*/run.json"))
+
+
+def test_two_runs_do_not_write_to_one_folder(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "run"
+    out.mkdir()
+    with held(out, "out"), pytest.raises(UserError, match="out .*run: another process writes there"):
+        train(recipe(folder, out))
+    assert not checkpoints(out / "checkpoints") and not (out / "log.jsonl").exists()
+    train(recipe(folder, out))
+
+
+def test_what_is_damaged_in_a_run_is_named_with_a_remedy(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(recipe(folder, out, **{"log.keep": 9}))
+    with pytest.raises(UserError, match=r"run with log\.best = True, now False"):
+        train(recipe(folder, out, **{"log.best": "false"}))
+    shutil.rmtree(out / "head")
+    with pytest.raises(UserError, match=r"without its head; `spechead extract-head .*run` makes it anew"):
+        train(recipe(folder, out))
+    (out / "run.json").unlink()
+    (out / "checkpoints" / "step-of-mine").mkdir()  # somebody's copy
+    newest = checkpoints(out / "checkpoints")[-1]
+    assert newest.name == "step-00000008"
+    for damage in ("cut", "empty", "gone"):
+        for file in newest.iterdir():
+            file.unlink() if damage == "gone" else file.write_bytes(b"cut" if damage == "cut" else b"")
+        with pytest.raises(
+            UserError, match="step-00000008: it is damaged.*; remove it, and the run goes on"
+        ):
+            train(recipe(folder, out))
+    shutil.rmtree(newest)
+    (out / "recipe.json").rename(tmp_path / "recipe.json")
+    for content in (None, "[]"):
+        if content:
+            (out / "recipe.json").write_text(content)
+        with pytest.raises(UserError, match="recipe.json is missing or no recipe: choose another --out"):
+            train(recipe(folder, out))
+    (tmp_path / "recipe.json").rename(out / "recipe.json")
+    assert (train(recipe(folder, out)) / "config.json").is_file()
 
 
 def test_a_validation_that_dies_costs_nothing(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

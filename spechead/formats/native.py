@@ -20,6 +20,7 @@ from spechead.drafters.draft_model import drafting_dtype
 from spechead.errors import UserError
 from spechead.files import flush, make_folder, read_json, reason, write_json
 from spechead.heads import HEADS, Head
+from spechead.options import convert
 from spechead.packed import pack_linears
 from spechead.target import DTYPES, Target
 from spechead.tree import Plan, parse_plan
@@ -33,6 +34,8 @@ def save_head(head: Head, folder: Path, meta: dict[str, Any], weights: dict[str,
     empty = [name for name, tensor in state.items() if tensor.numel() == 0 or tensor.is_meta]
     if empty:
         raise UserError(f"head tensors without content: {', '.join(empty)}; they must be gathered before saving")
+    if bad := _not_finite(state):
+        raise UserError(f"the head is not written: {bad} holds numbers that are not finite; lower optim.lr")
     make_folder(folder)
     scratch = folder / f".{WEIGHTS}.{secrets.token_hex(4)}.tmp"
     try:
@@ -63,15 +66,20 @@ def load_head(folder: Path, target: Target, *, force: bool = False, dtype: torch
     config = _read_config(folder)
     if config["target"]["fingerprint"] != target.fingerprint and not force:
         carried = head_adapter(folder)
+        if carried and target.base == config["target"]["name"] and Path(carried) == Path(target.adapter):
+            raise UserError(f"head {folder}: {carried} is no longer the adapter that it was trained with, or --force")
         raise UserError(
             f"head {folder} was trained for target {config['target']['name']!r}"
             f"{f' with the adapter {carried}' if carried else ''}; the weights of {target.name!r} differ. "
             "Use that target, or --force to try it all the same"
         )
-    kind = HEADS[config["kind"]]
-    head = kind(_head_config(folder, config), target)
+    try:
+        head = HEADS[config["kind"]](_head_config(folder, config), target)
+        tree = parse_plan(config["tree"])
+    except UserError as error:
+        raise UserError(f"{folder / CONFIG}: {error}") from error
     _load_strictly(head, folder / WEIGHTS)
-    head.tree = parse_plan(config["tree"])
+    head.tree = tree
     head.to(device=target.device, dtype=dtype or DTYPES[drafting_dtype("auto", target)]).eval().requires_grad_(False)
     if target.packed:
         pack_linears(head)
@@ -82,6 +90,10 @@ def read_head(folder: Path) -> tuple[str, Any, dict[str, torch.Tensor]]:
     """Kind, configuration and tensors of the head in `folder`, whoever its target is."""
     config = _read_config(folder)
     return config["kind"], _head_config(folder, config), _read_tensors(folder / WEIGHTS)
+
+
+def has_head(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
 
 
 def head_fingerprint(folder: Path) -> str:
@@ -114,7 +126,7 @@ def head_in_four_bits(folder: Path) -> bool:
 
 def head_template_kwargs(folder: Path) -> dict[str, Any]:
     """The keywords for the chat template that the head was trained with."""
-    return dict(_read_config(folder).get("meta", {}).get("template_kwargs", {}))
+    return dict(_read_config(folder).get("meta", {}).get("template_kwargs") or {})
 
 
 def head_data(folder: Path) -> dict[str, Any]:
@@ -127,10 +139,19 @@ def _read_config(folder: Path) -> dict[str, Any]:
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"no head at {folder}: a folder with {CONFIG} and {WEIGHTS} is expected")
+    if not (folder / CONFIG).is_file() and has_head(folder / "head"):
+        raise UserError(f"no head at {folder}: it is {folder / 'head'}")
     config = read_json(folder / CONFIG)
-    wanted = {"format", "kind", "tree", "target", "config"}
-    if not isinstance(config, dict) or not wanted <= set(config):
+    wanted = {"format": int, "kind": str, "tree": str, "target": dict, "config": dict}
+    if not isinstance(config, dict) or not wanted.keys() <= config.keys():
         raise UserError(f"{folder / CONFIG} is not a spechead head: it lacks {', '.join(sorted(wanted))}")
+    parts = [(name, config[name], kind) for name, kind in wanted.items()] + [("meta", config.get("meta", {}), dict)]
+    for name, value, kind in parts:
+        if not isinstance(value, kind):
+            raise UserError(f"{folder / CONFIG}: {name} is {value!r}, not as spechead writes it")
+    for name in ("name", "fingerprint"):
+        if not isinstance(config["target"].get(name), str):
+            raise UserError(f"{folder / CONFIG}: target has no {name}")
     if config["format"] != FORMAT or config["kind"] not in HEADS:
         raise UserError(
             f"{folder / CONFIG}: format {config['format']} and kind {config['kind']!r} are unknown to this version "
@@ -149,7 +170,7 @@ def _head_config(folder: Path, config: dict[str, Any]) -> Any:
             f"{folder / CONFIG}: a {kind.kind} head has no option {', '.join(sorted(unknown))} in this version "
             f"(known: {', '.join(sorted(known))})"
         )
-    return kind.Config(**config["config"])
+    return kind.Config(**convert(kind.Config, config["config"], "head.options."))
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
@@ -172,4 +193,20 @@ def _load_strictly(head: Head, path: Path) -> None:
     ]
     if wrong:
         raise UserError(f"{path}: tensors of a wrong shape: {', '.join(wrong)}")
+    if bad := _not_finite(state):
+        raise UserError(f"{path}: {bad} holds numbers that are not finite")
+    if head.reduced and not _is_vocabulary(state["d2t"], state["t2d"]):
+        raise UserError(f"{path}: d2t and t2d are no draft vocabulary of a target with {len(state['t2d'])} tokens")
     head.load_state_dict(state)
+
+
+def _not_finite(state: dict[str, torch.Tensor]) -> str:
+    """The first tensor with a number that is none; "" where there is no such tensor."""
+    return next((name for name, t in state.items() if t.is_floating_point() and not torch.isfinite(t).all()), "")
+
+
+def _is_vocabulary(d2t: torch.Tensor, t2d: torch.Tensor) -> bool:
+    """Whether both maps say the same of ascending ids: int64 [D] and bool [V]."""
+    if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
+        return False
+    return torch.equal(torch.arange(len(d2t)) + d2t, t2d.nonzero()[:, 0])

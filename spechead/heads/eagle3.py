@@ -32,7 +32,8 @@ class Eagle3Config(DecoderShape):
     """Shape and loss of the head; what is 0 or empty is taken from the target when the head is made."""
 
     layers: list[int] = field(default_factory=list)
-    """Tapped layers, as indices into hidden_states; empty: low, middle and high = 2, L//2, L-3."""
+    """Tapped layers, as indices into hidden_states; empty: low, middle and high = 2, L//2, L-3, or the inputs of the
+    last three layers where there are fewer than seven."""
     steps: Annotated[int, Range(1)] = 3
     """Unrolled drafting steps in training."""
     step_decay: Annotated[float, Range(0)] = 1.0
@@ -165,12 +166,10 @@ class Eagle3(UnrolledHead):
 def _resolve(c: Eagle3Config, target: Target) -> None:
     """Fill in what the target decides, and refuse what cannot be built."""
     layers = target.n_layers
-    c.layers = sorted(c.layers) or [2, layers // 2, layers - 3]
+    few = list(range(max(0, layers - 3), layers))  # of so small a target low, middle and high are not apart
+    c.layers = sorted(c.layers) or ([2, layers // 2, layers - 3] if layers > 6 else few)
     if len(set(c.layers)) < len(c.layers) or min(c.layers) < 0 or max(c.layers) > layers:
-        raise UserError(
-            f"head.options.layers {c.layers}: needs distinct indices from 0 to {layers} "
-            f"(the target has {layers} layers)"
-        )
+        raise UserError(f"head.options.layers {c.layers}: needs distinct indices from 0 to the target's {layers}")
     if c.step_weights and len(c.step_weights) != c.steps:
         raise UserError(f"head.options.step_weights {c.step_weights}: needs one for each of {c.steps} steps")
     if c.step_weights and not any(c.step_weights):
