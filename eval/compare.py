@@ -88,7 +88,7 @@ class CompareOptions:
     """Of the weights and the order of the samples."""
     work: str = "runs/compare"
     """Folder for the runs."""
-    out: str = "eval/results/compare.json"
+    out: str = "runs/compare.json"
     """JSON file to write; the page goes beside it."""
 
     def __post_init__(self) -> None:
@@ -132,7 +132,8 @@ def finished(folder: Path) -> bool:
 def claim(options: CompareOptions) -> None:
     """Note what the comparison in the work folder is, or refuse to mix it with another."""
     path = Path(options.work) / "settings.json"
-    mine = settings(options)
+    machine = describe_machine(choose_device(options.device))
+    mine = settings(options) | {name: machine.get(name) for name in ("processor", "accelerator")}
     earlier = read_json(path) if path.is_file() else mine
     for name, value in mine.items():
         if earlier.get(name) != value:
@@ -146,7 +147,15 @@ def claim(options: CompareOptions) -> None:
 def settings(options: CompareOptions) -> dict[str, Any]:
     """What all numbers of a comparison share."""
     free = ("only", "work", "out")
-    return {name: value for name, value in asdict(options).items() if name not in free}
+    chosen = {name: value for name, value in asdict(options).items() if name not in free}
+    fixed = {
+        "tree": TREE,
+        "chain": CHAIN,
+        "common": COMMON,
+        "changes": {n: flags for n, (_, flags) in VARIANTS.items()},
+    }
+    versions = {"spechead": __version__} | {name: version(name) for name in ("torch", "transformers")}
+    return chosen | fixed | {"versions": versions}
 
 
 def planned(name: str, options: CompareOptions, folder: Path) -> Recipe:
@@ -212,13 +221,8 @@ def measure(options: CompareOptions, folder: Path) -> None:
 def write(options: CompareOptions) -> None:
     """OUT and its page, from all heads of the work folder that are finished."""
     heads = {name: row(Path(options.work) / name) for name in VARIANTS if finished(Path(options.work) / name)}
-    found = {
-        "budget_s": options.budget_s,
-        "heads": heads,
-        "settings": settings(options) | {"tree": TREE, "chain": CHAIN, "common": COMMON},
-        "machine": describe_machine(choose_device(options.device)),
-        "versions": {"spechead": __version__} | {name: version(name) for name in ("torch", "transformers")},
-    }
+    machine = describe_machine(choose_device(options.device))
+    found = {"budget_s": options.budget_s, "heads": heads, "settings": settings(options), "machine": machine}
     write_json(Path(options.out), found)
     write_text(page_path(options), page(found))
 

@@ -149,9 +149,7 @@ def test_a_row_that_the_template_refuses_is_counted() -> None:
 
 
 def test_no_usable_sample_is_an_error_that_says_why() -> None:
-    with pytest.raises(
-        UserError, match=r"none of 2 .* 1 too long, 1 no .*; raise data.max_length, which is 20"
-    ):
+    with pytest.raises(UserError, match=r"none of 2 .* 1 too long, 1 no .*; raise data.max_length, which is 20"):
         build_samples([conversation("Hi", "Yo"), conversation("Hi")], make_toy_tokenizer(), 20)
 
 

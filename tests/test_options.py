@@ -57,7 +57,7 @@ def test_dashes_are_underscores() -> None:
 def test_yes_or_no_options() -> None:
     assert outer("--inner.quick").inner.quick
     assert outer("--inner.quick", "true", "--max-tokens", "3").inner.quick
-    assert not outer("--plain", "false").plain
+    assert not outer("--plain", "false").plain and not outer("--plain", "False").plain
     assert not outer("--no-plain").plain
 
 

@@ -311,9 +311,7 @@ def test_what_is_damaged_in_a_run_is_named_with_a_remedy(folder: Path, tmp_path:
     for damage in ("cut", "empty", "gone"):
         for file in newest.iterdir():
             file.unlink() if damage == "gone" else file.write_bytes(b"cut" if damage == "cut" else b"")
-        with pytest.raises(
-            UserError, match="step-00000008: it is damaged.*; remove it, and the run goes on"
-        ):
+        with pytest.raises(UserError, match="step-00000008: it is damaged.*; remove it, and the run goes on"):
             train(recipe(folder, out))
     shutil.rmtree(newest)
     (out / "recipe.json").rename(tmp_path / "recipe.json")
