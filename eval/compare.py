@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from spechead import __version__
+from spechead.build import bare_head
 from spechead.cli import one_line_errors
 from spechead.dataset import build_samples, read_conversations, split_validation
 from spechead.embedded import NAME as EMBEDDED
@@ -42,7 +43,7 @@ from spechead.plots import intervals
 from spechead.recipe import Recipe, load_recipe
 from spechead.report import identical, number, with_interval
 from spechead.target import Target, choose_device
-from spechead.train import bare_head, train
+from spechead.train import train
 
 VARIANTS: dict[str, tuple[str, list[str]]] = {  # name -> recipe, and what is changed in it
     "eagle3": ("eagle3-smollm2", []),

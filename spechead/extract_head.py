@@ -11,11 +11,12 @@ from typing import Any, get_type_hints
 
 from rich.console import Console
 
+from spechead.build import bare_head, load_target
 from spechead.engine import checkpoints, saved_masters, step_of
 from spechead.errors import UserError
 from spechead.files import read_json
 from spechead.recipe import Recipe, check_head
-from spechead.train import CHECKPOINTS, STARTED, bare_head, head_weights, load_target, write_head
+from spechead.run_folder import CHECKPOINTS, STARTED, head_weights, write_head
 
 
 @dataclass

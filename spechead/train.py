@@ -1,8 +1,6 @@
 """Train a head on a target: one loop, read from top to bottom.
 
 Knows nothing of any particular head, and nothing of DeepSpeed beyond `engine`.
-
-Legend: B rows, T tokens, K depths.
 """
 
 from __future__ import annotations
@@ -10,52 +8,35 @@ from __future__ import annotations
 import math
 import platform
 import random
-import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from spechead import __version__, metrics
-from spechead.adapter import FOLDER, Adapter
-from spechead.dataset import (
-    Batch,
-    Sample,
-    build_samples,
-    collate,
-    digest,
-    draft_vocabulary,
-    foreign_warning,
-    plan_step,
-    read_conversations,
-    split_validation,
-)
+from spechead import __version__
+from spechead.adapter import Adapter
+from spechead.build import computes_bf16, load_data, load_target, make_head
+from spechead.dataset import Batch, Sample, collate, digest, plan_step
 from spechead.engine import Engine, Group, Ranks, checkpoints, learning_rate_factor, start, step_of
 from spechead.errors import UserError
 from spechead.features import FeatureMemory
-from spechead.files import held, read_json, refuse_unwritable, write_json
-from spechead.formats.native import has_head, save_head
-from spechead.heads import HEADS, Head
-from spechead.heads.base import Hits, ahead
+from spechead.files import held, refuse_unwritable, write_json
+from spechead.formats.native import has_head
+from spechead.heads import Head
 from spechead.log import NoLog, Progress, RunLog, plot_curve
 from spechead.module import JointModule, TrainingModule
 from spechead.recipe import Recipe
+from spechead.run_folder import CHECKPOINTS, FINISHED, claim, refuse_other, write_head
 from spechead.standing import Standing
-from spechead.target import Target, choose_device, native_bfloat16
-from spechead.templates import template_warning, written_with
-from spechead.tree import parse_plan
-from spechead.warm_start import EarlierHead, other_target
-
-STARTED, FINISHED, CHECKPOINTS = "recipe.json", "run.json", "checkpoints"
-# what may change when a run is carried on
-FREE_OPTIONS = ("log.", "out", "engine.threads", "engine.feature_memory_gb", "engine.gradient_checkpointing")
+from spechead.target import choose_device
+from spechead.warm_start import other_target
+from spechead.window import Window
 
 
 @dataclass
@@ -82,7 +63,7 @@ def train(recipe: Recipe, memory: FeatureMemory | None = None) -> Path:
     """
     out = Path(recipe.out)
     if (out / FINISHED).is_file():
-        _refuse_other(recipe.to_dict(), out)
+        refuse_other(recipe.to_dict(), out)
         if not has_head(out / "head"):
             raise UserError(f"{out} holds a finished run without its head; `spechead extract-head {out}` makes it anew")
         print(f"{out} holds the finished run of this recipe; remove it to train anew")
@@ -101,7 +82,7 @@ def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
     refuse_unwritable(out)
     accumulation = recipe.optim.accumulation(ranks.world)
     device = choose_device(recipe.target.device)
-    bf16 = _bf16(recipe.engine.precision, device)
+    bf16 = computes_bf16(recipe.engine.precision, device)
     target = load_target(recipe, bf16)
     torch.manual_seed(recipe.seed)  # behind the loading, which may draw numbers
     random.seed(recipe.seed)
@@ -242,17 +223,6 @@ def resume(run: Run) -> Standing:
     return Standing(state["step"], state["tokens"], state.get("validations", []))
 
 
-def claim(recipe: Recipe, out: Path, ranks: Ranks, facts: dict[str, Any]) -> None:
-    """Note what the run in `out` is, or refuse to carry on with another recipe, target, data or number of processes."""
-    path = out / STARTED
-    mine = recipe.to_dict() | {"facts": facts | {"processes": ranks.world}}
-    if checkpoints(out / CHECKPOINTS):
-        _refuse_other(mine, out)
-    ranks.barrier()
-    if ranks.first:
-        write_json(path, mine)
-
-
 def open_log(run: Run, step: int) -> RunLog | NoLog:
     """The log of this process, carried on behind `step`."""
     if not run.ranks.first:
@@ -270,71 +240,6 @@ def micro_batches(run: Run, step: int) -> list[Batch]:
     parts = [mine[i : i + size] for i in range(0, len(mine), size)]
     length = run.recipe.data.max_length
     return [collate([run.training[i] for i in part], length).to(run.device) for part in parts]
-
-
-class Window:
-    """Sums over the steps since the last log line."""
-
-    def __init__(self, head: Head) -> None:
-        self._head = head
-        self._clear()
-
-    def _clear(self) -> None:
-        self._loss, self._supervised, self._tokens, self._seconds = 0.0, 0, 0, 0.0
-        self._correct = torch.zeros(self._head.judged, dtype=torch.long)  # [K]
-        self._rows = torch.zeros_like(self._correct)  # [K]: that have a token to draft
-        self._passes = self._committed = self._outside = 0
-        self._parts = torch.zeros(3, dtype=torch.float64)  # where head and target are trained: their losses, and tokens
-
-    def add(self, loss: Tensor, hits: Hits, batch: Batch, parts: Tensor | None = None) -> None:
-        supervised = int(batch.supervised.sum())
-        self._loss += float(loss.detach())
-        self._supervised += supervised
-        if parts is not None:
-            self._parts += torch.tensor([*parts.tolist(), supervised])
-        self._outside += int((batch.supervised & ~self._head.to_draft(batch.ids)[1]).sum())
-        self._tokens += int((batch.document >= 0).sum())
-        self._correct += (hits.correct & hits.valid).sum((1, 2)).cpu()
-        self._rows += torch.stack([(hits.valid & ahead(batch, 2 + k)[1]).sum() for k in range(len(self._rows))]).cpu()
-        for row in range(hits.valid.shape[0]):
-            passes, committed = metrics.walk(hits.correct[:, row], hits.valid[row])
-            self._passes += passes
-            self._committed += committed
-
-    def took(self, seconds: float) -> None:
-        """Time spent training; pauses for checkpoints and validation are left out."""
-        self._seconds += seconds
-
-    @property
-    def note(self) -> str:
-        loss = f"loss {self._loss / max(1, self._supervised):.2f}"
-        apart = ", ".join(f"{name} {value:.2f}" for name, value in _apart(*self._parts.tolist()).items())
-        length = self._committed / max(1, self._passes)
-        return f"{loss}{f' ({apart})' if apart else ''}, {length:.2f} tokens/pass"
-
-    def values(self, ranks: Ranks) -> dict[str, float]:
-        """Loss per supervised token, accuracy by depth, the acceptance length they imply, and the rate; then anew.
-
-        Where head and target are trained together, the loss of each as well. Beside these the share of supervised
-        tokens that are outside the draft vocabulary: no draft can be right there.
-        """
-        counts = [self._supervised, self._outside, self._tokens, self._passes, self._committed]
-        sums = torch.tensor([self._loss, *counts, *self._correct, *self._rows], dtype=torch.float64)
-        loss, supervised, outside, tokens, passes, committed, *depths = ranks.sum(sums).tolist()
-        hits, rows = depths[: len(depths) // 2], depths[len(depths) // 2 :]
-        found = {"loss": loss / max(1, supervised)} | _apart(*ranks.sum(self._parts).tolist())
-        found["acceptance_length"] = committed / max(1, passes)
-        found["outside_vocabulary"] = outside / max(1, supervised)
-        found |= {f"accuracy@{k + 1}": hit / max(1, n) for k, (hit, n) in enumerate(zip(hits, rows, strict=True))}
-        if self._seconds:
-            found["tokens_per_s"] = tokens / self._seconds
-        self._clear()
-        return found
-
-
-def _apart(head: float, target: float, supervised: float) -> dict[str, float]:
-    """The losses of head and target per supervised token, where both were trained."""
-    return {"head_loss": head / supervised, "target_loss": target / supervised} if supervised else {}
 
 
 @torch.no_grad()
@@ -388,101 +293,6 @@ def settle(run: Run, now: Standing) -> int:
     return now.best
 
 
-def head_weights(masters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The head's tensors by its own names, out of those of `TrainingModule`."""
-    return {name.removeprefix("head."): tensor for name, tensor in masters.items() if name.startswith("head.")}
-
-
-def write_head(
-    recipe: Recipe, step: int, head: Head, adapter: Adapter | None, masters: dict[str, Tensor], folder: Path
-) -> None:
-    """Write the head with the weights after `step`, and beside it the adapter that was trained with it.
-
-    The head is then for the target that carries the adapter, and `head.target` becomes that one.
-    """
-    if adapter is None:
-        shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of another run
-    else:
-        adapter.load([tensor for name, tensor in masters.items() if name.startswith("adapter_parameters.")])
-        adapter.save(folder / FOLDER)
-        head.target.fingerprint = adapter.fingerprint(head.target.fingerprint)
-    save_head(head, folder, head_meta(recipe, step), head_weights(masters))
-
-
-def head_meta(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """What a head's file says of the training behind it."""
-    target = recipe.target
-    split = {name: getattr(recipe.data, name) for name in ("max_length", "validation_share", "limit")}
-    meta = {"data": recipe.data.train, "split": split | {"seed": recipe.seed}, "steps": steps}
-    meta["template_kwargs"] = target.template_kwargs
-    flags = {"four_bits": target.four_bits, "adapter": bool(recipe.adapter.peft)}
-    return meta | {name: True for name, so in flags.items() if so}
-
-
-def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> tuple[list[Sample], list[Sample], dict[str, int]]:
-    """Training and validation samples, and what was dropped and why."""
-    sources, keywords = recipe.data.sources(), recipe.target.template_kwargs
-    conversations = read_conversations(sources, recipe.data.limit)
-    samples = build_samples(conversations, target.tokenizer, recipe.data.max_length, keywords)
-    if ranks.first:
-        for source in sources:
-            if warning := template_warning(keywords, written_with(source), f"{source} was written"):
-                print(f"data: {warning} (option target.template_kwargs)")
-        for why, count in samples.dropped.items():
-            print(f"data: {count} of {len(conversations)} conversations {why}")
-        if warning := foreign_warning(conversations, target.name):
-            print(f"data: {warning}; a head learns most from the target's own answers (spechead data synthesize)")
-    training, validation = split_validation(samples.items, recipe.data.validation_share, recipe.seed)
-    if not training:
-        raise UserError(f"data.train {recipe.data.train}: no conversation is left to train on")
-    return training, validation, samples.dropped
-
-
-def bare_head(recipe: Recipe, target: Target) -> Head:
-    """The recipe's head for the target, on the CPU, without vocabulary and weights that mean anything."""
-    kind = HEADS[recipe.head.kind]
-    head = kind(kind.Config(**recipe.head.options), target)
-    if recipe.head.tree:
-        head.tree = parse_plan(recipe.head.tree)
-    return head
-
-
-def make_head(recipe: Recipe, target: Target, training: Sequence[Sample]) -> Head:
-    """A new head for the target: its draft vocabulary, and the weights that it starts from."""
-    head = bare_head(recipe, target)
-    earlier = EarlierHead(Path(recipe.head.init_from), head) if recipe.head.init_from else None
-    kept = None if earlier is None else earlier.kept_ids(recipe.head.init_vocabulary)
-    if head.reduced:
-        head.set_vocabulary(draft_vocabulary(training, head.draft_size, target.vocab_size, kept))
-    head.to(target.device)
-    if recipe.engine.gradient_checkpointing:
-        head.recompute = True
-    if recipe.head.init_from_target:
-        head.init_from_target()
-    if earlier is not None:
-        earlier.hand_over()
-    return head
-
-
-def load_target(recipe: Recipe, bf16: bool) -> Target:
-    dtype = recipe.target.dtype
-    if dtype == "auto":
-        dtype = "bfloat16" if bf16 else "float32"
-    return Target.load(
-        recipe.target.name,
-        adapter=recipe.target.adapter,
-        four_bits=recipe.target.four_bits,
-        dtype=dtype,
-        device=recipe.target.device,
-        trust_remote_code=recipe.target.trust_remote_code,
-        pack=False,
-    )
-
-
-def _bf16(precision: str, device: torch.device) -> bool:
-    return precision == "bf16" or (precision == "auto" and native_bfloat16(device))
-
-
 def _due(step: int, every: int, total: int) -> bool:
     return step == total or (every > 0 and step % every == 0)
 
@@ -502,33 +312,3 @@ def _refuse_not_finite(loss: Tensor, step: int, batch: Batch, head: Head) -> Non
 def _refuse_skipped(engine: Engine, step: int) -> None:
     if engine.skipped or not math.isfinite(engine.grad_norm):  # before it gets into a checkpoint
         raise UserError(f"step {step}: a gradient is not finite; lower optim.lr or engine.precision")
-
-
-def _refuse_other(mine: dict[str, Any], out: Path) -> None:
-    """A run is carried on only as it began, but for `FREE_OPTIONS`."""
-    path = out / STARTED
-    earlier = read_json(path) if path.is_file() else None
-    if not isinstance(earlier, dict):
-        raise UserError(
-            f"{out} holds a run, and its {STARTED} is missing or no recipe: choose another --out, or remove that folder"
-        )
-    now, before = _flat(mine), _flat(Recipe().to_dict()) | _flat(earlier)  # options that it did not know were unset
-    finished = "facts" not in mine  # they need no second look then
-    free = (*FREE_OPTIONS, "facts.") if finished else FREE_OPTIONS
-    for name in sorted(now.keys() | before.keys()):
-        settled = finished and name == "log.best"  # the head is made
-        if now.get(name) != before.get(name) and (settled or not name.startswith(free)):
-            raise UserError(
-                f"{out} holds a run with {name} = {before.get(name)!r}, now {now.get(name)!r}: "
-                "choose another --out, or remove that folder"
-            )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = list(value) if isinstance(value, tuple) else value
-    return flat

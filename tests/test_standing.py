@@ -14,7 +14,8 @@ from spechead.engine import checkpoints, saved_masters, step_of
 from spechead.errors import UserError
 from spechead.log import read_log
 from spechead.standing import Standing
-from spechead.train import Run, Window, train, train_step
+from spechead.train import Run, train, train_step
+from spechead.window import Window
 
 
 def standing(*lengths: float) -> Standing:

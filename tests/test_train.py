@@ -26,7 +26,8 @@ from spechead.heads import HEADS
 from spechead.heads.base import Hits, ahead
 from spechead.log import read_log
 from spechead.target import Target
-from spechead.train import Window, train
+from spechead.train import train
+from spechead.window import Window
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from test_heads import OPTIONS, fit, make_head, sample, step
 from training import recipe, write_tiny
 
 from spechead import cli, tune
+from spechead.build import load_data
 from spechead.dataset import Sample, collate
 from spechead.engine import Ranks
 from spechead.files import shipped
@@ -25,7 +26,7 @@ from spechead.heads import HEADS, Head
 from spechead.prompts import read_prompts
 from spechead.recipe import DataConfig
 from spechead.target import Target
-from spechead.train import load_data, train
+from spechead.train import train
 from spechead.tree import Dynamic, Static, chain, parse_plan
 from spechead.tune import Costs, accepted, best_nodes, by_counts, by_product, rank_paths, tokens_per_pass
 

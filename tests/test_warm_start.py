@@ -12,13 +12,14 @@ from conftest import BASE, FAMILIES, make_target
 from training import recipe, weights, write_tiny
 from transformers import LlamaConfig
 
+from spechead.build import make_head
 from spechead.dataset import Sample, draft_vocabulary
 from spechead.errors import UserError
 from spechead.formats.native import save_head
 from spechead.heads import HEADS, Head
 from spechead.recipe import HeadRecipe, Recipe
 from spechead.target import Target
-from spechead.train import make_head, train
+from spechead.train import train
 from spechead.warm_start import other_target
 
 OLD = torch.tensor([3, 10, 11, 12, 50, 60, 70, 80])
