@@ -31,7 +31,7 @@ EDGES = {
 # The lowest layer imports only itself, the middle one only itself and the lowest; the rest may import all
 # but the command line.
 LOWEST = {"__init__", "errors", "files", "tree", "verify", "sampling", "cache", "layers", "losses", "metrics"}
-LOWEST |= {"chance", "attention", "packed", "stream", "options"}
+LOWEST |= {"chance", "attention", "packed", "stream", "options", "marks"}
 MIDDLE = {"text", "adapter", "target", "embedded", "chat", "dataset", "generate", "log"}
 MIDDLE |= {name for name in MODULES if name.partition(".")[0] in ("heads", "drafters", "formats")}
 
