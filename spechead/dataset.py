@@ -131,7 +131,7 @@ def check_conversation(row: Any, where: str) -> Conversation:
         if message.get("role") not in ROLES:
             raise UserError(f"{where}: unknown role {message.get('role')!r}; known are {', '.join(ROLES)}")
     if not isinstance(row.get("meta") or {}, dict):
-        raise UserError(f'{where}: meta must be an object, such as {{"target": "..."}}, not {str(row["meta"])[:60]}')
+        raise UserError(f"{where}: meta must be an object, not {str(row['meta'])[:60]}")
     first = next((m["role"] for m in messages if m["role"] != "system"), "system")
     if first != "user":
         problem = "the assistant speaks first" if first == "assistant" else "nobody speaks but the system"
