@@ -58,6 +58,7 @@ VARIANTS: dict[str, list[str]] = {
     "tv": ["--head.options.loss", "tv"],
     "lk_alpha": ["--head.options.loss", "lk_alpha"],
     "lk_lambda": ["--head.options.loss", "lk_lambda"],
+    "lk_alpha, half the steps": ["--head.options.loss", "lk_alpha", "--optim.steps", "{half}"],
     UNSHIFTED: [],
 }
 DEPTHS = 3  # that all are judged by
@@ -100,7 +101,7 @@ def earlier(out: Path, made: dict[str, Any]) -> dict[str, Any]:
 
 
 def flags_of(name: str, steps: int) -> list[str]:
-    return [word.format(quarter=steps // 4) for word in VARIANTS.get(name, [])]
+    return [word.format(quarter=steps // 4, half=steps // 2) for word in VARIANTS.get(name, [])]
 
 
 def unshifted(sample: Sample) -> Sample:
