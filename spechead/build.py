@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,23 +29,33 @@ from spechead.tree import parse_plan
 from spechead.warm_start import EarlierHead
 
 
-def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> tuple[list[Sample], list[Sample], dict[str, int]]:
-    """Training and validation samples, and what was dropped and why."""
+class Data(NamedTuple):
+    """What a run learns from, and what is known of it."""
+
+    training: list[Sample]
+    validation: list[Sample]
+    dropped: dict[str, int]  # conversations that cannot be used, by reason
+    foreign: str  # how many answers are not marked as the target's own; empty where all are
+
+
+def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> Data:
+    """Read, tokenise and split the recipe's conversations; the first rank says what is wrong with them."""
     sources, keywords = recipe.data.sources(), recipe.target.template_kwargs
     conversations = read_conversations(sources, recipe.data.limit)
     samples = build_samples(conversations, target.tokenizer, recipe.data.max_length, keywords)
+    foreign = foreign_warning(conversations, target.name)
     if ranks.first:
         for source in sources:
             if warning := template_warning(keywords, written_with(source), f"{source} was written"):
                 print(f"data: {warning} (option target.template_kwargs)")
         for why, count in samples.dropped.items():
             print(f"data: {count} of {len(conversations)} conversations {why}")
-        if warning := foreign_warning(conversations, target.name):
-            print(f"data: {warning}; a head learns most from the target's own answers (spechead data synthesize)")
+        if foreign:
+            print(f"data: {foreign}; a head learns most from the target's own answers (spechead data synthesize)")
     training, validation = split_validation(samples.items, recipe.data.validation_share, recipe.seed)
     if not training:
         raise UserError(f"data.train {recipe.data.train}: no conversation is left to train on")
-    return training, validation, samples.dropped
+    return Data(training, validation, samples.dropped, foreign)
 
 
 def bare_head(recipe: Recipe, target: Target) -> Head:

@@ -19,6 +19,7 @@ from spechead.decoding import DecodingOptions
 from spechead.drafters.draft_model import drafting_dtype
 from spechead.errors import UserError
 from spechead.files import make_folder, reason, write_json
+from spechead.formats.native import head_foreign
 from spechead.generate import generate
 from spechead.log import Progress
 from spechead.measuring import (
@@ -245,6 +246,7 @@ def _settings(options: EvalOptions, ways: Sequence[Mode], target: Target) -> dic
         "rule": options.speculation().rule,
         "draft_dtype": drafting_dtype(options.draft_dtype, target),
         "target_fingerprint": target.fingerprint,
+        "foreign_data": head_foreign(Path(options.head)) if options.head else "",
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"spechead": __version__} | {name: version(name) for name in ("torch", "transformers")},
     }

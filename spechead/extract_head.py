@@ -16,7 +16,7 @@ from spechead.engine import checkpoints, saved_masters, step_of
 from spechead.errors import UserError
 from spechead.files import read_json
 from spechead.recipe import Recipe, check_head
-from spechead.run_folder import CHECKPOINTS, STARTED, head_weights, write_head
+from spechead.run_folder import CHECKPOINTS, STARTED, head_meta, head_weights, write_head
 
 
 @dataclass
@@ -41,7 +41,7 @@ def extract_head(options: ExtractOptions) -> Path:
     Raises UserError where the folder is not a run's, has no such checkpoint, or the target is no longer the run's.
     """
     run = Path(options.run)
-    recipe, fingerprint = read_run(run)
+    recipe, facts = read_run(run)
     checkpoint = choose(run / CHECKPOINTS, options.step)
     step = step_of(checkpoint)
     out = Path(options.out) if options.out else run / f"head-step-{step}"
@@ -50,7 +50,7 @@ def extract_head(options: ExtractOptions) -> Path:
         # on the CPU, since the accelerator may be busy with the run, and only shapes and the fingerprint matter
         simple = replace(recipe.target, device="cpu", four_bits=False, trust_remote_code=options.trust_remote_code)
         target = load_target(replace(recipe, target=simple), bf16=False)
-    if target.fingerprint != fingerprint:
+    if target.fingerprint != facts["target"]:
         raise UserError(f"target {target.name!r} has other weights now than when {run} began: a head fits one alone")
     head = bare_head(recipe, target)
     try:
@@ -58,26 +58,27 @@ def extract_head(options: ExtractOptions) -> Path:
     except RuntimeError as error:
         raise UserError(f"{checkpoint} and {run / STARTED} do not fit: {' '.join(str(error).split())}") from error
     adapter = target.adapt(recipe.adapter.peft) if recipe.adapter.peft else None
-    write_head(recipe, step, head, adapter, masters, out)
+    write_head(head_meta(recipe, step, facts.get("foreign", "")), head, adapter, masters, out)
     print(f"head of step {step}: {out}\nmeasure it:      spechead eval --head {out}")
     return out
 
 
-def read_run(run: Path) -> tuple[Recipe, str]:
-    """The recipe that `run` began with, and its target's fingerprint."""
+def read_run(run: Path) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe that `run` began with, and the facts beside it; its target's fingerprint is among them."""
     path = run / STARTED
     if not path.is_file():
         raise UserError(f"{run} is not the folder of a run: it holds no {STARTED}")
     tree: Any = read_json(path)
     kinds = get_type_hints(Recipe)
     try:
-        fingerprint = str(tree.pop("facts")["target"])
+        facts = dict(tree.pop("facts"))
+        facts["target"] = str(facts["target"])
         parts = {name: kinds[name](**part) if is_dataclass(kinds[name]) else part for name, part in tree.items()}
         recipe = Recipe(**parts)
     except (AttributeError, KeyError, TypeError) as error:
         raise UserError(f"{path} is not a recipe as this version writes it: {error}") from error
     check_head(recipe.head)
-    return recipe, fingerprint
+    return recipe, facts
 
 
 def choose(folder: Path, step: int) -> Path:

@@ -101,6 +101,8 @@ def remarks(report: dict[str, Any]) -> list[tuple[bool, str]]:
     if reference["equal"] < reference["checked"]:
         same = f"{reference['equal']}/{reference['checked']} prompts"
         found.append((False, f"plain decoding and transformers' generate wrote the same text on {same}"))
+    if foreign := report["settings"].get("foreign_data"):
+        found.append((False, f"the head learned from answers of others: {foreign}"))
     costs, tau = entry["costs"], entry["acceptance_length"]
     if costs is not None and tau is not None:
         parts = ", ".join(f"{name} {costs[name]:.2f}" for name in ("verify", "draft", "rest"))

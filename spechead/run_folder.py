@@ -71,9 +71,9 @@ def head_weights(masters: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_head(
-    recipe: Recipe, step: int, head: Head, adapter: Adapter | None, masters: dict[str, Tensor], folder: Path
+    meta: dict[str, Any], head: Head, adapter: Adapter | None, masters: dict[str, Tensor], folder: Path
 ) -> None:
-    """Write the head with the weights after `step`, and beside it the adapter that was trained with it.
+    """Write the head with the weights `masters`, and beside it the adapter that was trained with it.
 
     The head is then for the target that carries the adapter, and `head.target` becomes that one.
     """
@@ -83,14 +83,14 @@ def write_head(
         adapter.load([tensor for name, tensor in masters.items() if name.startswith("adapter_parameters.")])
         adapter.save(folder / FOLDER)
         head.target.fingerprint = adapter.fingerprint(head.target.fingerprint)
-    save_head(head, folder, head_meta(recipe, step), head_weights(masters))
+    save_head(head, folder, meta, head_weights(masters))
 
 
-def head_meta(recipe: Recipe, steps: int) -> dict[str, Any]:
-    """What a head's file says of the training behind it."""
+def head_meta(recipe: Recipe, steps: int, foreign: str) -> dict[str, Any]:
+    """What a head's file says of the training behind it; `foreign`: see `build.Data`."""
     target = recipe.target
     split = {name: getattr(recipe.data, name) for name in ("max_length", "validation_share", "limit")}
     meta = {"data": recipe.data.train, "split": split | {"seed": recipe.seed}, "steps": steps}
-    meta["template_kwargs"] = target.template_kwargs
+    meta |= {"template_kwargs": target.template_kwargs, "foreign": foreign}
     flags = {"four_bits": target.four_bits, "adapter": bool(recipe.adapter.peft)}
     return meta | {name: True for name, so in flags.items() if so}

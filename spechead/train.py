@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spechead import __version__
 from spechead.adapter import Adapter
-from spechead.build import computes_bf16, load_data, load_target, make_head
+from spechead.build import Data, computes_bf16, load_data, load_target, make_head
 from spechead.dataset import Batch, Sample, collate, digest, plan_step
 from spechead.engine import Engine, Group, Ranks, checkpoints, learning_rate_factor, start, step_of
 from spechead.errors import UserError
@@ -32,7 +32,7 @@ from spechead.heads import Head
 from spechead.log import NoLog, Progress, RunLog, plot_curve
 from spechead.module import JointModule, TrainingModule
 from spechead.recipe import Recipe
-from spechead.run_folder import CHECKPOINTS, FINISHED, claim, refuse_other, write_head
+from spechead.run_folder import CHECKPOINTS, FINISHED, claim, head_meta, refuse_other, write_head
 from spechead.standing import Standing
 from spechead.target import choose_device
 from spechead.warm_start import other_target
@@ -51,7 +51,7 @@ class Run:
     engine: Engine
     training: list[Sample]
     validation: list[Sample]
-    dropped: dict[str, int]
+    data: Data
     total: int
     device: torch.device
 
@@ -86,7 +86,8 @@ def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
     target = load_target(recipe, bf16)
     torch.manual_seed(recipe.seed)  # behind the loading, which may draw numbers
     random.seed(recipe.seed)
-    training, validation, dropped = load_data(recipe, target, ranks)
+    data = load_data(recipe, target, ranks)
+    training, validation = data.training, data.validation
     total = recipe.optim.total_steps(len(training))
     refuse_idle_patience(recipe, total, len(validation))
     head = make_head(recipe, target, training)
@@ -109,8 +110,9 @@ def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
         bf16=bf16,
     )
     facts = {"target": target.fingerprint, "samples": len(training), "data": digest([*training, *validation])}
+    facts["foreign"] = data.foreign
     claim(recipe, out, ranks, facts)  # now that nothing is refused
-    return Run(recipe, ranks, out, head, adapter, engine, training, validation, dropped, total, device)
+    return Run(recipe, ranks, out, head, adapter, engine, training, validation, data, total, device)
 
 
 def refuse_idle_patience(recipe: Recipe, total: int, held_out: int) -> None:
@@ -266,12 +268,12 @@ def finish(run: Run, now: Standing) -> Path:
     folder = run.out / "head"
     if run.ranks.first:
         recipe = run.recipe
-        write_head(recipe, step, run.head, run.adapter, masters, folder)
+        write_head(head_meta(recipe, step, run.data.foreign), run.head, run.adapter, masters, folder)
         plot_curve(run.out)
         provenance = {
             "recipe": recipe.to_dict(),
             "steps": {"trained": now.step, "head": step},
-            "samples": {"training": len(run.training), "validation": len(run.validation), "dropped": run.dropped},
+            "samples": {"training": len(run.training), "validation": len(run.validation), "dropped": run.data.dropped},
             "versions": {name: version(name) for name in ("torch", "transformers", "deepspeed")},
             "machine": f"{platform.machine()}, {platform.system()}, {torch.get_num_threads()} threads",
         }

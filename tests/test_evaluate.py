@@ -72,6 +72,7 @@ def use(monkeypatch: pytest.MonkeyPatch, target: Target) -> Use:
         monkeypatch.setattr(decoding, "head_target", lambda _: "tiny-llama")
         monkeypatch.setattr(decoding, "head_adapter", lambda _: "")
         monkeypatch.setattr(decoding, "head_template_kwargs", lambda _: {})
+        monkeypatch.setattr(evaluate, "head_foreign", lambda _: "")
         monkeypatch.setattr(decoding, "head_in_four_bits", lambda _: False)
         monkeypatch.setattr(evaluate, "write_html", lambda *_: None)  # drawing takes longer than decoding here
 

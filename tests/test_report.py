@@ -148,6 +148,15 @@ def judged_by(rule: str, report: dict[str, Any], *names: str) -> dict[str, Any]:
     return report
 
 
+def test_a_head_that_learned_from_answers_of_others_says_so() -> None:
+    found = full_report()
+    assert not any("answers of others" in sentence for _, sentence in report.remarks(found))
+    found["settings"]["foreign_data"] = "3 of 9 answers are not marked as written by smollm2-135m"
+    assert (False, f"the head learned from answers of others: {found['settings']['foreign_data']}") in report.remarks(
+        found
+    )
+
+
 def test_a_rule_with_other_draws_is_said_to_follow_the_distribution_and_nothing_is_said_of_equality() -> None:
     sampled = judged_by("rejection", full_report())
     sentence = "under the rule rejection the text follows plain decoding's distribution (tests enumerate it)"

@@ -20,8 +20,9 @@ from training import flags, kill_after_a_checkpoint, launch, recipe, weights, wr
 from spechead.dataset import Sample, collate
 from spechead.engine import checkpoints, learning_rate_factor, start, step_of
 from spechead.errors import UserError
+from spechead.extract_head import ExtractOptions, extract_head
 from spechead.files import held
-from spechead.formats.native import load_head
+from spechead.formats.native import head_foreign, load_head
 from spechead.heads import HEADS
 from spechead.heads.base import Hits, ahead
 from spechead.log import read_log
@@ -188,6 +189,22 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(
     parts = [name.rpartition("/") for name in flushed]
     assert {name for folder, _, name in parts if folder.endswith("/.step-00000001.tmp")} == set(written)
     assert any(name.startswith(".model.safetensors") for _, __, name in parts)
+
+
+def test_answers_of_another_target_are_told_and_noted_with_the_head(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    lines = (folder / "data.jsonl").read_text().splitlines(keepends=True)
+    data.write_text(
+        "".join(line.replace('"meta": {"target"', '"meta": {"by"') if i < 3 else line for i, line in enumerate(lines))
+    )
+    for name, told in (("own", ""), ("mixed", f"3 of 12 answers are not marked as written by {folder / 'target'}")):
+        source = data if told else folder / "data.jsonl"
+        head = train(recipe(folder, tmp_path / name, **{"data.train": source, "optim.steps": 1}))
+        again = extract_head(ExtractOptions(run=str(tmp_path / name)))
+        assert head_foreign(head) == head_foreign(again) == told
+        assert told in capsys.readouterr().out
 
 
 def test_a_finished_run_is_not_repeated_and_another_recipe_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def test_a_head_is_tuned_on_what_its_own_training_held_out(tmp_path: Path, capsy
     target = Target.load(str(root / "target"), device="cpu", pack=False)
     options = tune.TuneOptions(head=str(head))
     texts = tune.calibration_texts(options, target)
-    _, held_out, _ = load_data(asked, target, Ranks(0, 1, target.device))
+    held_out = load_data(asked, target, Ranks(0, 1, target.device)).validation
     assert [text.ids.tolist() for text in texts] == [text.ids.tolist() for text in held_out] != []
     (root / "data.jsonl").rename(root / "elsewhere.jsonl")
     assert tune.split_of(head) == (DataConfig(), 0)

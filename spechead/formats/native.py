@@ -129,6 +129,11 @@ def head_template_kwargs(folder: Path) -> dict[str, Any]:
     return dict(_read_config(folder).get("meta", {}).get("template_kwargs") or {})
 
 
+def head_foreign(folder: Path) -> str:
+    """How many answers that the head learned from are not marked as its target's own; empty where all are."""
+    return str(_read_config(folder).get("meta", {}).get("foreign") or "")
+
+
 def head_data(folder: Path) -> dict[str, Any]:
     """What the head learned from and how some of it was held out: fields of DataConfig and `seed`; {} if unknown."""
     meta = _read_config(folder).get("meta", {})
