@@ -65,7 +65,8 @@ def train(recipe: Recipe, memory: FeatureMemory | None = None) -> Path:
     if (out / FINISHED).is_file():
         refuse_other(recipe.to_dict(), out)
         if not has_head(out / "head"):
-            raise UserError(f"{out} holds a finished run without its head; `spechead extract-head {out}` makes it anew")
+            remedy = f"make it with `spechead extract-head {out} --out {out}/head`"
+            raise UserError(f"{out} lacks the head of its run: {remedy}")
         print(f"{out} holds the finished run of this recipe; remove it to train anew")
         return out / "head"
     memory = memory or FeatureMemory(recipe.engine.feature_memory_gb)
