@@ -101,6 +101,17 @@ def test_head_and_adapter_train_save_reload_and_decode_losslessly(kind: str, fol
     assert config["base_model_name_or_path"] == str(folder / "target")
 
 
+def test_an_adapter_that_was_edited_is_not_taken_for_the_one_of_the_head(medusa: Path, tmp_path: Path) -> None:
+    shutil.copytree(medusa / "head", tmp_path / "head")
+    path = tmp_path / "head" / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 77}))
+    options = DecodingOptions(head=str(tmp_path / "head"))
+    with pytest.raises(
+        UserError, match="head/adapter is no longer the adapter that it was trained with; put that back"
+    ):
+        options.load_head(options.load_target())
+
+
 def test_a_target_asked_for_by_name_gets_no_adapter_unasked(medusa: Path, folder: Path, tmp_path: Path) -> None:
     adapter = medusa / "head" / "adapter"
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder / "target"), adapter)

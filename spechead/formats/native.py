@@ -67,7 +67,10 @@ def load_head(folder: Path, target: Target, *, force: bool = False, dtype: torch
     if config["target"]["fingerprint"] != target.fingerprint and not force:
         carried = head_adapter(folder)
         if carried and target.base == config["target"]["name"] and Path(carried) == Path(target.adapter):
-            raise UserError(f"head {folder}: {carried} is no longer the adapter that it was trained with, or --force")
+            raise UserError(
+                f"head {folder}: {carried} is no longer the adapter that it was trained with; put that back, "
+                "or --force to try this one all the same"
+            )
         raise UserError(
             f"head {folder} was trained for target {config['target']['name']!r}"
             f"{f' with the adapter {carried}' if carried else ''}; the weights of {target.name!r} differ. "
