@@ -106,9 +106,7 @@ def test_an_adapter_that_was_edited_is_not_taken_for_the_one_of_the_head(medusa:
     path = tmp_path / "head" / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 77}))
     options = DecodingOptions(head=str(tmp_path / "head"))
-    with pytest.raises(
-        UserError, match="head/adapter is no longer the adapter that it was trained with; put that back"
-    ):
+    with pytest.raises(UserError, match="head/adapter is no longer the adapter .*; put that back"):
         options.load_head(options.load_target())
 
 
