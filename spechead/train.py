@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spechead import __version__
 from spechead.adapter import Adapter
-from spechead.build import Data, computes_bf16, load_data, load_target, make_head
+from spechead.build import computes_bf16, load_data, load_target, make_head
 from spechead.dataset import Batch, Sample, collate, digest, plan_step
 from spechead.engine import Engine, Group, Ranks, checkpoints, learning_rate_factor, start, step_of
 from spechead.errors import UserError
@@ -51,7 +51,8 @@ class Run:
     engine: Engine
     training: list[Sample]
     validation: list[Sample]
-    data: Data
+    dropped: dict[str, int]  # see `build.Data`, as of the next
+    foreign: str
     total: int
     device: torch.device
 
@@ -87,8 +88,7 @@ def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
     target = load_target(recipe, bf16)
     torch.manual_seed(recipe.seed)  # behind the loading, which may draw numbers
     random.seed(recipe.seed)
-    data = load_data(recipe, target, ranks)
-    training, validation = data.training, data.validation
+    training, validation, dropped, foreign = load_data(recipe, target, ranks)
     total = recipe.optim.total_steps(len(training))
     refuse_idle_patience(recipe, total, len(validation))
     head = make_head(recipe, target, training)
@@ -111,9 +111,9 @@ def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureMemory) -> Run:
         bf16=bf16,
     )
     facts = {"target": target.fingerprint, "samples": len(training), "data": digest([*training, *validation])}
-    facts["foreign"] = data.foreign
+    facts["foreign"] = foreign
     claim(recipe, out, ranks, facts)  # now that nothing is refused
-    return Run(recipe, ranks, out, head, adapter, engine, training, validation, data, total, device)
+    return Run(recipe, ranks, out, head, adapter, engine, training, validation, dropped, foreign, total, device)
 
 
 def refuse_idle_patience(recipe: Recipe, total: int, held_out: int) -> None:
@@ -269,12 +269,12 @@ def finish(run: Run, now: Standing) -> Path:
     folder = run.out / "head"
     if run.ranks.first:
         recipe = run.recipe
-        write_head(head_meta(recipe, step, run.data.foreign), run.head, run.adapter, masters, folder)
+        write_head(head_meta(recipe, step, run.foreign), run.head, run.adapter, masters, folder)
         plot_curve(run.out)
         provenance = {
             "recipe": recipe.to_dict(),
             "steps": {"trained": now.step, "head": step},
-            "samples": {"training": len(run.training), "validation": len(run.validation), "dropped": run.data.dropped},
+            "samples": {"training": len(run.training), "validation": len(run.validation), "dropped": run.dropped},
             "versions": {name: version(name) for name in ("torch", "transformers", "deepspeed")},
             "machine": f"{platform.machine()}, {platform.system()}, {torch.get_num_threads()} threads",
         }
