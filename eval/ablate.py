@@ -19,17 +19,17 @@ from typing import Any
 
 from torch.nn.functional import pad
 
-from spechead.cli import one_line_errors
-from spechead.dataset import Sample
-from spechead.engine import start
+from spechead.cli.main import one_line_errors
+from spechead.data.dataset import Sample
+from spechead.decoding.tree import chain
 from spechead.errors import UserError
-from spechead.features import FeatureMemory
+from spechead.evaluation.measure import describe_machine
 from spechead.files import read_json, write_json
-from spechead.measuring import describe_machine
-from spechead.recipe import load_recipe
-from spechead.target import choose_device
-from spechead.train import fit, set_up, validate
-from spechead.tree import chain
+from spechead.target.loading import choose_device
+from spechead.training.engine import start
+from spechead.training.feature_cache import FeatureCache
+from spechead.training.recipe import load_recipe
+from spechead.training.train import fit, set_up, validate
 
 # spelled out, so that results stay comparable when the recipe moves
 BASE = [
@@ -74,7 +74,7 @@ def main() -> None:
     options = parser.parse_args()
     made = {"config": options.config, "steps": options.steps, "depths": DEPTHS, "base": BASE}
     results = earlier(options.out, made)
-    memories: dict[str, FeatureMemory] = {}
+    memories: dict[str, FeatureCache] = {}
     for name in options.only:
         if name not in results:
             results[name] = run(options.config, options.steps, name, memories)
@@ -109,13 +109,13 @@ def unshifted(sample: Sample) -> Sample:
     return replace(sample, supervised=pad(sample.supervised, (2, 0))[:-2])
 
 
-def run(config: str, steps: int, name: str, memories: dict[str, FeatureMemory]) -> dict[str, Any]:
+def run(config: str, steps: int, name: str, memories: dict[str, FeatureCache]) -> dict[str, Any]:
     """Train one variant in a scratch folder; the target's outputs are shared by variants with the same taps."""
     flags = flags_of(name, steps)
     scratch = Path(tempfile.mkdtemp())
     try:
         recipe = load_recipe(config, ["--optim.steps", str(steps), *BASE, *flags, "--out", str(scratch / "run")])
-        memory = memories.setdefault(str(recipe.head.options.get("layers")), FeatureMemory(MEMORY_GB))
+        memory = memories.setdefault(str(recipe.head.options.get("layers")), FeatureCache(MEMORY_GB))
         begin = time.monotonic()
         trained = set_up(recipe, start(choose_device(recipe.target.device)), memory)
         if name == UNSHIFTED:  # the draft vocabulary stays the base's

@@ -31,18 +31,16 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from spechead import __version__, metrics
-from spechead.cli import one_line_errors
+from spechead.cli.main import one_line_errors
+from spechead.decoding.generate import RANKED, Speculation, generate
+from spechead.decoding.timing import Mark, elapsed, mark
 from spechead.drafters.base import is_chain
-from spechead.drafters.draft_model import DraftModel, drafting_dtype
+from spechead.drafters.draft_model import DraftModel
 from spechead.drafters.prompt_lookup import PromptLookup
 from spechead.drafters.self_speculative import SelfSpeculative
-from spechead.embedded import NAME as EMBEDDED
 from spechead.errors import UserError
-from spechead.files import make_folder, write_json
-from spechead.generate import RANKED, Speculation, generate
-from spechead.log import Progress
-from spechead.marks import Mark, mark, seconds_between
-from spechead.measuring import (
+from spechead.evaluation.aggregate import Reference, Run
+from spechead.evaluation.measure import (
     MeasureOptions,
     Mode,
     Question,
@@ -53,9 +51,11 @@ from spechead.measuring import (
     passes_by_size,
     questions,
 )
+from spechead.files import make_folder, write_json
 from spechead.options import parse
-from spechead.suites import Reference, Run
-from spechead.target import Target
+from spechead.progress import Progress
+from spechead.target.bundled import NAME as BUNDLED
+from spechead.target.model import Target
 
 PLAIN, GENERATE, LOOKUP = "plain", "generate", "prompt_lookup"
 OVERHEAD_PROMPTS, OVERHEAD_TOKENS = 4, 64
@@ -74,7 +74,7 @@ class BenchOptions(MeasureOptions):
 
     def __post_init__(self) -> None:
         if not self.head and not self.target:
-            self.target = EMBEDDED
+            self.target = BUNDLED
         super().__post_init__()
         if LOOKUP not in self.drafter:
             self.drafter = [LOOKUP, *self.drafter]
@@ -214,7 +214,7 @@ class ModuleSpans:
         """Spent inside modules from span number `first` on; waits for the accelerator."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return sum(seconds_between(begin, end) for begin, end in self.marks[first:])
+        return sum(elapsed(begin, end) for begin, end in self.marks[first:])
 
     def _enter(self, *_: Any) -> None:
         if self._depth == 0:
@@ -285,7 +285,7 @@ def surroundings(target: Target, options: BenchOptions) -> dict[str, Any]:
     """What the numbers depend on."""
     return {
         "target": target.name,
-        "settings": asdict(options) | {"draft_dtype": drafting_dtype(options.draft_dtype, target)},
+        "settings": asdict(options) | {"draft_dtype": target.drafting_dtype(options.draft_dtype)},
         "machine": describe_machine(target.device) | {"device": str(target.device)},
         "versions": {"spechead": __version__} | {name: version(name) for name in ("torch", "transformers")},
     }

@@ -21,15 +21,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from spechead.cli import one_line_errors
-from spechead.dataset import Batch
+from spechead.cli.main import one_line_errors
+from spechead.data.dataset import Batch
+from spechead.evaluation.measure import describe_machine
 from spechead.files import write_json
-from spechead.heads import HEADS, judge
+from spechead.heads import HEADS, draft_loss
 from spechead.heads.base import Head
-from spechead.measuring import describe_machine
 from spechead.options import parse
-from spechead.recipe import HeadRecipe, check_head
-from spechead.target import Target, TargetOutput, choose_device
+from spechead.target.loading import choose_device
+from spechead.target.model import Target, TargetOutput
+from spechead.training.recipe import HeadRecipe, check_head
 
 WARM_UP = 16  # tokens of a step before, in which libraries take what they keep
 
@@ -65,7 +66,7 @@ def main(argv: list[str]) -> None:
     show(found, options.lengths)
     if options.json:
         machine = describe_machine(choose_device(options.device))
-        made = {"settings": asdict(options), "logits_at_once": judge.LOGITS_AT_ONCE, "machine": machine}
+        made = {"settings": asdict(options), "logits_at_once": draft_loss.LOGITS_AT_ONCE, "machine": machine}
         write_json(options.json, made | {"peak_mb": found})
 
 
@@ -74,7 +75,7 @@ def peak(options: LossBenchOptions, length: int, at_once: bool) -> float:
     torch.manual_seed(0)
     device = choose_device(options.device)
     if at_once:
-        judge.LOGITS_AT_ONCE = sys.maxsize
+        draft_loss.LOGITS_AT_ONCE = sys.maxsize
     head = make_head(options, device)
     step(head, WARM_UP)
     before = in_use(device)
@@ -109,7 +110,7 @@ def step(head: Head, length: int) -> None:
     whole = torch.ones(1, length, dtype=torch.bool, device=device)
     batch = Batch(ids, whole, torch.arange(length, device=device)[None], torch.zeros_like(ids), [0])
     hidden = torch.randn(1, length, size, device=device)
-    features = torch.randn(1, length, size * len(head.layers), device=device)
+    features = torch.randn(1, length, size * len(head.taps), device=device)
     head.training_step(batch, TargetOutput(hidden, features))[0].backward()
     head.zero_grad()
 

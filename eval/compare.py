@@ -28,22 +28,23 @@ from typing import Any
 import torch
 
 from spechead import __version__
-from spechead.build import bare_head
-from spechead.cli import one_line_errors
-from spechead.dataset import build_samples, read_conversations, split_validation
-from spechead.embedded import NAME as EMBEDDED
+from spechead.cli.main import one_line_errors
+from spechead.data.dataset import build_samples, read_conversations, split_validation
 from spechead.errors import UserError
-from spechead.evaluate import EvalOptions, evaluate
+from spechead.evaluation.evaluate import EvalOptions, evaluate
+from spechead.evaluation.measure import describe_machine
+from spechead.evaluation.page import escape, figure, pairs, table, whole_page
+from spechead.evaluation.plots import intervals
+from spechead.evaluation.report import identical, number, with_interval
 from spechead.files import read_json, write_json, write_text
-from spechead.log import read_log
-from spechead.measuring import describe_machine
 from spechead.options import parse
-from spechead.page import escape, figure, pairs, table, whole_page
-from spechead.plots import intervals
-from spechead.recipe import Recipe, load_recipe
-from spechead.report import identical, number, with_interval
-from spechead.target import Target, choose_device
-from spechead.train import train
+from spechead.target.bundled import NAME as BUNDLED
+from spechead.target.loading import choose_device
+from spechead.target.model import Target
+from spechead.training.build import bare_head
+from spechead.training.log import read_log
+from spechead.training.recipe import Recipe, load_recipe
+from spechead.training.train import train
 
 VARIANTS: dict[str, tuple[str, list[str]]] = {  # name -> recipe, and what is changed in it
     "eagle3": ("eagle3-smollm2", []),
@@ -71,7 +72,7 @@ class CompareOptions:
     """Seconds of training for each head."""
     only: list[str] = field(default_factory=list)
     """Heads to train now, by name; empty: all."""
-    target: str = EMBEDDED
+    target: str = BUNDLED
     """Model that decodes: smollm2-135m, a local folder or a hub id."""
     data: str = "shipped:data/sample.jsonl"
     """Conversations to train on."""

@@ -25,21 +25,21 @@ from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
-from spechead import embedded
-from spechead.cli import one_line_errors
-from spechead.decoding import ModelOptions
-from spechead.engine import free_port
+from spechead.cli.main import one_line_errors
+from spechead.data.prompts import read_prompts, spread
+from spechead.decoding.generate import Speculation
+from spechead.decoding.tree import chain
 from spechead.errors import UserError, first_line
-from spechead.export import ExportOptions, export
+from spechead.evaluation.measure import DEFAULT_PROMPTS, Question, decode, describe_machine, questions
+from spechead.evaluation.options import ModelOptions
 from spechead.files import make_folder, shipped, write_json
-from spechead.generate import Speculation
+from spechead.formats.export import ExportOptions, export
 from spechead.heads import Head
-from spechead.log import Progress
-from spechead.measuring import DEFAULT_PROMPTS, Question, decode, describe_machine, questions
 from spechead.options import parse
-from spechead.prompts import read_prompts, spread
-from spechead.target import Target
-from spechead.tree import chain
+from spechead.progress import Progress
+from spechead.target import bundled
+from spechead.target.model import Target
+from spechead.training.engine import free_port
 
 TOLERANCE = 0.02
 START_S, ANSWER_S = 900, 600  # longest waits
@@ -139,7 +139,7 @@ def show(kind: str, found: dict[str, Any]) -> None:
 
 
 @dataclass
-class Served:
+class ForeignHead:
     """What a server answered, and what its counters say."""
 
     texts: list[list[int]]  # new tokens of each prompt
@@ -152,7 +152,7 @@ def ask(
     asked: Sequence[Question],
     name: str,
     speculation: dict[str, Any] | None = None,
-) -> Served:
+) -> ForeignHead:
     """Start a server, let it answer, stop it."""
     log = Path(options.work) / f"{name}.log"
     with server(options.vllm, model_folder(target), log, speculation) as address:
@@ -169,7 +169,7 @@ def ask(
         raise UserError(
             f"vLLM's /metrics counts accepted drafts at {len(share)} depths, not at {options.drafts}; see {log}"
         )
-    return Served(texts, share)
+    return ForeignHead(texts, share)
 
 
 @contextmanager
@@ -254,7 +254,7 @@ def accepted_share(counters: str) -> list[float]:
 
 def model_folder(target: Target) -> str:
     """Where the server finds the target."""
-    return str(embedded.embedded_folder()) if target.base == embedded.NAME else target.base
+    return str(bundled.folder()) if target.base == bundled.NAME else target.base
 
 
 if __name__ == "__main__":

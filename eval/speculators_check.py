@@ -25,16 +25,16 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spechead import embedded
-from spechead.check_export import drafted
-from spechead.cli import one_line_errors
+from spechead.cli.main import one_line_errors
 from spechead.errors import UserError
-from spechead.export import ExportOptions, export
 from spechead.files import make_folder, write_text
-from spechead.formats.native import head_target, load_head
+from spechead.formats.check import drafted
+from spechead.formats.export import ExportOptions, export
 from spechead.heads import Head
+from spechead.heads.files import head_target, load_head
 from spechead.options import parse
-from spechead.target import Target
+from spechead.target import bundled
+from spechead.target.model import Target
 
 TOLERANCE = 1e-4
 LENGTHS = (5, 9, 17)  # of the texts, in tokens
@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         inputs[f"{i}.hidden_states"], inputs[f"{i}.input_ids"] = rows(head, target, text, drafts)
         ours.append(expected)
     save_file(inputs, work / "inputs.safetensors")
-    said = ask(options, str(embedded.embedded_folder()) if name == embedded.NAME else name)
+    said = ask(options, str(bundled.folder()) if name == bundled.NAME else name)
     if "failed" in said:
         print(f"FAILED: the package does not load the export: {said['failed']}; see {work / LOG}")
         return 1

@@ -3,9 +3,9 @@
 The same as `spechead train`, in a file that torchrun can start.
 """
 
-from spechead.cli import one_line_errors
-from spechead.recipe import Recipe
-from spechead.train import train
+from spechead.cli.main import one_line_errors
+from spechead.training.recipe import Recipe
+from spechead.training.train import train
 
 if __name__ == "__main__":
     with one_line_errors():

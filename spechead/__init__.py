@@ -3,4 +3,4 @@
 Importing the package loads nothing heavy: each submodule brings its own libraries.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

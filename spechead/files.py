@@ -1,18 +1,22 @@
-"""Write files whole or not at all, read JSON, find the files that ship with the package.
+"""Write files and folders whole or not at all, read JSON and JSONL, lock a folder, and find shipped files.
 
-Knows nothing of what the files mean. A write goes to a temporary name in the same folder and is renamed,
-so that a killed run or a full disk never leaves half a file under the final name.
+A write goes to a temporary name in the same folder and is renamed, so that a killed run or a full disk never leaves
+half a file under the final name.
 """
 
+from __future__ import annotations
+
 import errno
-import fcntl
 import json
 import os
 import secrets
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from spechead.errors import UserError
 
@@ -52,36 +56,56 @@ def refuse_unwritable(folder: Path) -> None:
 
 
 @contextmanager
-def held(folder: Path, what: str) -> Iterator[None]:
-    """Inside, no other process on this machine that asks holds `folder`. Raises UserError where one does.
+def locked(folder: Path, option: str) -> Iterator[None]:
+    """Hold `folder` against other processes of this machine; UserError where one of them holds it.
 
-    The hold ends with the process, however that ends. `what`: the option that the folder came from.
+    The lock ends with the process, however that ends. `option`: where the folder came from.
     """
-    with (folder / ".lock").open("a") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"{what} {folder}: another process writes there; wait, or choose another") from error
-        except OSError:
-            pass  # a file system that knows no locks
-        yield
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write `text` to `path` whole: temporary name in the same folder, then rename. Makes the folder."""
-    path = Path(path)
-    make_folder(path.parent)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    lock = FileLock(folder / ".lock", timeout=0)
     try:
-        with temporary.open("w", encoding="utf-8", newline="\n") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        lock.acquire()
+    except Timeout as error:
+        raise UserError(
+            f"option {option}: another process writes to {folder}; wait for it, or choose another folder"
+        ) from error
+    except (OSError, NotImplementedError):  # a file system without locks
+        pass
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; what the body writes there, a file or a folder, becomes `path` at its end.
+
+    Where the body raises, nothing is left of it and an earlier `path` stays as it was. An OSError becomes a UserError.
+    """
+    path = Path(os.path.abspath(path))
+    make_folder(path.parent)
+    scratch, old = (path.with_name(f".{path.name}.{secrets.token_hex(4)}.{end}") for end in ("tmp", "old"))
+    try:
+        yield scratch
+        flush(scratch)
+        if scratch.is_dir() and path.is_dir():
+            path.rename(old)  # a folder cannot be renamed over another
+        os.replace(scratch, path)
     except OSError as error:
+        if old.exists() and not path.exists():
+            old.rename(path)
         raise UserError(f"cannot write {path}: {reason(error)}") from error
     finally:
-        temporary.unlink(missing_ok=True)
+        remove(scratch)
+        remove(old)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def flush(path: Path) -> None:
@@ -89,6 +113,12 @@ def flush(path: Path) -> None:
     for file in [path] if path.is_file() else [inside for inside in path.rglob("*") if inside.is_file()]:
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write `text` to `path` whole or not at all. Makes the folder."""
+    with replacing(path) as scratch, scratch.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -104,6 +134,69 @@ def read_json(path: Path) -> Any:
         raise UserError(f"cannot read {path}: {reason(error)}") from error
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
+
+
+def read_jsonl(path: Path, what: str) -> Iterator[tuple[str, Any]]:
+    """Yield `PATH line N` and the JSON value of each line that is not blank.
+
+    Raises UserError for a file that cannot be read, calling it `what`, and for a line that is not JSON.
+    """
+    try:
+        with Path(path).open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield f"{path} line {number}", json.loads(line)
+    except OSError as error:
+        raise UserError(f"cannot read the {what} {path}: {reason(error)}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"the {what} {path} are not UTF-8 text: {error}") from error
+    except ValueError as error:
+        raise UserError(f"{path} line {number} is not valid JSON: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------ resuming
+
+
+def difference(mine: dict[str, Any], theirs: dict[str, Any], free: Sequence[str] = ()) -> tuple[str, Any, Any] | None:
+    """The first dotted name whose value differs between two trees of settings, with both values (None: not there).
+
+    `free`: names that may differ; one that ends in a dot stands for all below it.
+    """
+    now, before = flat(mine), flat(theirs)
+    for name in sorted(now.keys() | before.keys()):
+        ignored = any(name == one or (one.endswith(".") and name.startswith(one)) for one in free)
+        if not ignored and now.get(name) != before.get(name):
+            return name, now.get(name), before.get(name)
+    return None
+
+
+def claim(path: Path, settings: dict[str, Any], *, free: Sequence[str] = (), remedy: str) -> None:
+    """Note in the JSON file `path` what a piece of work is, or refuse to go on with one that began otherwise.
+
+    `free`: see `difference`. `remedy`: the end of the UserError.
+    """
+    settings = json.loads(json.dumps(settings))
+    if path.is_file():
+        earlier = read_json(path)
+        found = difference(settings, earlier if isinstance(earlier, dict) else {}, free)
+        if found is not None:
+            name, now, before = found
+            raise UserError(f"{path.parent} was begun with {name} = {before!r}, now {now!r}: {remedy}")
+    write_json(path, settings)
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree of settings as dotted names; tuples become lists, as JSON has them."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = list(value) if isinstance(value, tuple) else value
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ shipped files
 
 
 def shipped(name: str) -> Path:

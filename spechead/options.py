@@ -1,12 +1,13 @@
-"""Turn a dataclass into command-line flags, YAML keys and --help. Knows nothing of which dataclass.
+"""Turn a dataclass into command-line flags, YAML keys and --help, and check the values of its options.
 
-The edge of jsonargparse: types come from the fields, help from the docstring under each field, and every
-mistake becomes a UserError that names the option and, for a misspelt one, the nearest that exists.
+Types come from the fields, help from the docstring under each field, and limits from a `Range` in the annotation.
+Every mistake becomes a UserError that names the option and, for a misspelt one, the nearest that exists.
 """
 
 import dataclasses
 import difflib
 import json
+import math
 import re
 import types
 import typing
@@ -21,6 +22,51 @@ from spechead.errors import UserError
 from spechead.files import reason
 
 T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Range:
+    """The values that a numeric option may have, as its annotation says: `decay: Annotated[float, Range(0)] = 0.8`.
+
+    Of a list, those of each of its numbers. `least` and `most` are included, `above` and `below` are not.
+    """
+
+    least: float = -math.inf
+    below: float = math.inf
+    above: float = -math.inf
+    most: float = math.inf
+
+    def holds(self, value: Any) -> bool:
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return number and self.least <= value <= self.most and self.above < value < self.below
+
+    def __str__(self) -> str:
+        low = f"above {self.above:g}" if self.above > -math.inf else f"at least {self.least:g}"
+        if self.most < math.inf:
+            return f"{low} and at most {self.most:g}"
+        return f"{low} and below {self.below:g}" if self.below < math.inf else low
+
+    __repr__ = __str__  # as --help shows it
+
+
+def check_ranges(options: Any, prefix: str = "") -> None:
+    """Raise UserError for the first option of a dataclass, or of those in it, that is outside its `Range`."""
+    hints = typing.get_type_hints(type(options), include_extras=True)
+    for field in dataclasses.fields(options):
+        name, value = prefix + field.name, getattr(options, field.name)
+        if dataclasses.is_dataclass(value):
+            check_ranges(value, f"{name}.")
+        values = value if isinstance(value, list | tuple) else [value]
+        for limits in getattr(hints[field.name], "__metadata__", ()):
+            if isinstance(limits, Range) and not all(map(limits.holds, values)):
+                raise UserError(f"option {name}: must be {limits}, got {value}")
+
+
+class Options:
+    """Base of the dataclasses that hold a command's options; made by the command line or in Python, checked alike."""
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
 
 
 def parse(cls: type[T], argv: Sequence[str], prog: str, *, positional: bool = False, config: str | None = None) -> T:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
@@ -12,151 +10,14 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
-from spechead.target import Target, TargetOutput
-from spechead.tree import Plan, Tree, chain
+from spechead.target.model import Target
+from tests.helpers.clock import Clock
+from tests.helpers.targets import make_target, make_toy_tokenizer
 
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)
-
-VOCAB = 97
-BASE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 7,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
-NO_GROUPS = {name: value for name, value in BASE.items() if name != "num_key_value_heads"}
-# Tied, a random Gemma repeats its last token whatever it attends to: it scales its embeddings.
-GEMMA = {"head_dim": 16, "sliding_window": 12, "tie_word_embeddings": False}
-
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "llama": lambda: transformers.LlamaConfig(**BASE),
-    "llama-tied-one-kv-head": lambda: transformers.LlamaConfig(
-        **BASE | {"num_key_value_heads": 1}, tie_word_embeddings=True
-    ),
-    "qwen2": lambda: transformers.Qwen2Config(**BASE),
-    "qwen3-wide-heads": lambda: transformers.Qwen3Config(**BASE, head_dim=16),
-    "mistral-window": lambda: transformers.MistralConfig(**BASE, sliding_window=12),
-    "gemma2": lambda: transformers.Gemma2Config(**BASE, **GEMMA, query_pre_attn_scalar=16),
-    "gemma3": lambda: transformers.Gemma3TextConfig(**BASE, **GEMMA),
-    "phi3": lambda: transformers.Phi3Config(**BASE),
-    "gpt_neox": lambda: transformers.GPTNeoXConfig(**NO_GROUPS),
-    "mixtral": lambda: transformers.MixtralConfig(**BASE, num_local_experts=4),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **BASE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-    ),
-    "granite": lambda: transformers.GraniteConfig(**BASE, logits_scaling=2.0),
-    "cohere": lambda: transformers.CohereConfig(**BASE),
-    "gpt2": lambda: transformers.GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=7, n_head=4, n_positions=256, bos_token_id=1, eos_token_id=2
-    ),
-}
-
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def make_toy_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character, ChatML turns, 97 ids."""
-    special = ["<pad>", "<|im_start|>", "<|im_end|>"]
-    letters = [chr(c) for c in range(32, 127)][: VOCAB - len(special) - 1] + ["\n"]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(special + letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<|im_end|>")
-    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    fast.chat_template = CHATML
-    return fast
-
-
-def make_target(family: str = "llama", *, seed: int = 0, pack: bool = False) -> Target:
-    """A random target with weights large enough that its text is not constant, and that does not end by itself."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]())
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.3)
-    with torch.no_grad():
-        model.get_output_embeddings().weight[2] = 0  # a greedy text does not end by chance
-    target = Target(model, make_toy_tokenizer(), f"tiny-{family}")
-    if pack:
-        target.pack()
-    return target
-
-
-class Scripted:
-    """A drafter that knows the plain text: right for the first `right` depths of each branch, wrong behind."""
-
-    layers: Sequence[int] = ()
-    branches = True
-
-    def __init__(self, text: Sequence[int], right: int, tree: Plan | None = None) -> None:
-        self.text, self.right = list(text), right
-        self.tree = tree or chain(4)
-
-    def new_state(self, prompt: Tensor) -> dict[str, int]:
-        return {"seen": 0}
-
-    def propose(self, state: dict[str, int], fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Any = None) -> Tree:
-        state["seen"] = state["seen"] + len(fresh) if state["seen"] else 1
-        coming = self.text[state["seen"] :] + [0] * 64
-        tokens, parents, node = [int(fresh[-1])], [-1], {(): 0}
-        for path in plan.choices:  # type: ignore[union-attr]
-            depth = len(path)
-            good = path[-1] == 0 and depth <= self.right
-            tokens.append(coming[depth - 1] if good else (coming[depth - 1] + 1 + path[-1]) % VOCAB)
-            parents.append(node[path[:-1]])
-            node[path] = len(node)
-        return Tree(torch.tensor(tokens), torch.tensor(parents))
-
-
-class RandomDrafter:
-    """Trees of random tokens and random shape."""
-
-    layers: Sequence[int] = ()
-    branches = True
-    tree: Plan = chain(11)  # no tree is deeper
-
-    def __init__(self, seed: int) -> None:
-        self.generator = torch.Generator().manual_seed(seed)
-
-    def new_state(self, prompt: Tensor) -> None:
-        return None
-
-    def propose(self, state: None, fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Any = None) -> Tree:
-        size = int(torch.randint(1, 12, (1,), generator=self.generator))
-        tokens = torch.randint(0, VOCAB, (size,), generator=self.generator)
-        parents = torch.tensor([int(torch.randint(0, i + 1, (1,), generator=self.generator)) for i in range(size)])
-        return Tree(torch.cat([fresh[-1:], tokens]), torch.cat([torch.tensor([-1]), parents]))
-
-
-class Clock:
-    """Time that passes only where it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now, self._patch = 0.0, monkeypatch
-        monkeypatch.setattr("time.perf_counter", lambda: self.now)
-
-    def slow(self, owner: Any, name: str, seconds: float) -> None:
-        """Each call of that method takes `seconds` more."""
-        work = getattr(owner, name)
-
-        def slowly(*args: Any, **more: Any) -> Any:
-            self.now += seconds
-            return work(*args, **more)
-
-        self._patch.setattr(owner, name, slowly)
 
 
 @pytest.fixture

@@ -10,17 +10,16 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import test_heads
-import test_heads_sampled
-import test_tune
-from conftest import make_target
 
-from spechead.cli import COMMANDS
+from spechead.cli.main import COMMANDS
+from spechead.decoding.tree import chain
 from spechead.errors import UserError
 from spechead.heads import HEADS, Head
-from spechead.recipe import load_recipe
-from spechead.target import Target
-from spechead.tree import chain
+from spechead.target.model import Target
+from spechead.training.recipe import load_recipe
+from tests.evaluation import test_tune
+from tests.heads import test_base, test_base_sampled
+from tests.helpers.targets import make_target
 
 PAGE = (Path(__file__).parents[1] / "docs" / "add-a-head.md").read_text(encoding="utf-8")
 [CODE] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -48,12 +47,12 @@ def test_the_page_counts_right_and_names_commands_that_exist() -> None:
 
 def test_the_page_names_all_that_a_head_must_have() -> None:
     table = PAGE[: PAGE.index("## The file")]
-    assert set(re.findall(r"`(\w+)[`(]", table)) >= Head.__abstractmethods__ | {"kind", "Config", "layers", "depths"}
+    assert set(re.findall(r"`(\w+)[`(]", table)) >= Head.__abstractmethods__ | {"kind", "Config", "taps", "depths"}
 
 
 def test_the_file_is_a_head_as_others_are() -> None:
     imported = {node.module for node in ast.walk(ast.parse(CODE)) if isinstance(node, ast.ImportFrom) and node.module}
-    assert not {"transformers", "spechead.train", "spechead.engine"} & imported
+    assert not {"transformers", "spechead.training.train", "spechead.training.engine"} & imported
     assert max(map(len, CODE.splitlines())) <= 120
     with pytest.raises(UserError, match="head.options.depth: must be at least 1, got 0"):
         HEADS[KIND](HEADS[KIND].Config(depth=0), make_target())
@@ -61,22 +60,22 @@ def test_the_file_is_a_head_as_others_are() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2"])
 def test_it_is_lossless(family: str) -> None:
-    test_heads.test_lossless_in_every_family(KIND, family)
+    test_base.test_lossless_in_every_family(KIND, family)
 
 
 def test_it_overfits_and_then_drafts_at_full_depth(target: Target) -> None:
-    test_heads.test_overfit_decodes_at_its_full_depth(KIND, target)
+    test_base.test_overfit_decodes_at_its_full_depth(KIND, target)
 
 
 def test_its_rows_and_labels_are_aligned(target: Target) -> None:
-    test_heads.test_prompt_and_padding_leave_the_loss_alone(KIND, target)
-    test_heads.test_every_parameter_gets_a_gradient(KIND, target)
+    test_base.test_prompt_and_padding_leave_the_loss_alone(KIND, target)
+    test_base.test_every_parameter_gets_a_gradient(KIND, target)
     test_tune.test_what_training_counts_as_right_is_what_drafting_ranks_first(KIND, target)
 
 
 def test_it_is_saved_and_comes_back(target: Target, tmp_path: Path) -> None:
-    test_heads.test_saved_heads_come_back(KIND, target, tmp_path)
+    test_base.test_saved_heads_come_back(KIND, target, tmp_path)
 
 
 def test_it_samples_from_what_it_says(target: Target) -> None:
-    test_heads_sampled.test_sampled_drafts_tell_what_they_were_drawn_from(target, KIND, chain(4))
+    test_base_sampled.test_sampled_drafts_tell_what_they_were_drawn_from(target, KIND, chain(4))

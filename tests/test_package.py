@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from spechead.cli import COMMANDS
+from spechead.cli.main import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 
@@ -82,13 +82,13 @@ def test_it_works_away_from_the_checkout(installed: Path, tmp_path: Path) -> Non
 
 def test_every_shipped_recipe_loads_from_it(installed: Path, tmp_path: Path) -> None:
     names = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
-    code = f"from spechead.recipe import load_recipe; [print(load_recipe(n).out) for n in {names!r}]"
+    code = f"from spechead.training.recipe import load_recipe; [print(load_recipe(n).out) for n in {names!r}]"
     assert run(installed, code, tmp_path).split() == [f"runs/{name}" for name in names]
 
 
 def test_its_commands_answer(installed: Path, tmp_path: Path) -> None:
     code = (
-        "from spechead.cli import COMMANDS, main\n"
+        "from spechead.cli.main import COMMANDS, main\n"
         "for name in COMMANDS:\n"
         "    try: main([*name.split(), '--help'])\n"
         "    except SystemExit as end: assert end.code == 0, name\n"

@@ -10,19 +10,19 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from spechead.sampling import Drawing
-from spechead.target import TargetOutput
-from spechead.tree import Plan, Static, Tree, chain
+from spechead.decoding.sampling import Drawing
+from spechead.decoding.tree import Plan, Static, Tree, chain
+from spechead.target.model import TargetOutput
 
 
 class Drafter(Protocol):
     """Proposes a tree.
 
-    `layers` are the target's layers it wants in `out.features`; `tree` is its plan where none is asked. One that does
-    not branch drafts a chain as deep as the plan, whatever its shape.
+    `taps` are the target's hidden states that it reads in `out.features`; `tree` is its plan where none is given. One
+    that does not branch drafts a chain as deep as the plan, whatever its shape.
     """
 
-    layers: Sequence[int]
+    taps: Sequence[int]
     tree: Plan
     branches: bool
 

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spechead.cache import KVCache
+from spechead.decoding.grow import grow
+from spechead.decoding.tree import Plan, Tree, chain
 from spechead.drafters.base import Drawing
-from spechead.drafters.grow import grow
 from spechead.errors import UserError
-from spechead.target import Target, TargetOutput, native_bfloat16
-from spechead.tree import Plan, Tree, chain
+from spechead.target.cache import KVCache
+from spechead.target.model import Target, TargetOutput
 
 
 @dataclass
@@ -40,7 +40,7 @@ class DraftModel:
     is drafted at positions that the draft model does not have. Raises UserError where the tokenizers differ.
     """
 
-    layers: Sequence[int] = ()
+    taps: Sequence[int] = ()
     branches = True
 
     def __init__(self, target: Target, draft: Target) -> None:
@@ -117,14 +117,6 @@ class _Nodes:
             positions = self._text - 1 + self._visible.sum(-1)  # [m+n]; a node sees itself and its ancestors
             hidden = self._drafter.read(self._cache, self._tokens, positions, self._visible)
         return self._drafter.log_probabilities(hidden[-new:])
-
-
-def drafting_dtype(name: str, target: Target) -> str:
-    """The dtype that what is loaded to draft for `target` computes in, by its name. `auto` is bfloat16 where that is
-    fast, and else the target's own: drafts are guesses."""
-    if name != "auto":
-        return name
-    return "bfloat16" if native_bfloat16(target.device) else str(target.dtype).removeprefix("torch.")
 
 
 def check_same_tokenizer(target: Target, draft: Target) -> None:

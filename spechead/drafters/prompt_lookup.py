@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from spechead.decoding.tree import Plan, Tree, chain
 from spechead.drafters.base import Drawing
 from spechead.errors import UserError
-from spechead.target import TargetOutput
-from spechead.tree import Plan, Tree, chain
+from spechead.target.model import TargetOutput
 
 MATCHES = ("first", "latest")
 LONGEST = 16  # tokens of an n-gram; each token of the text costs as many look-ups
@@ -40,7 +40,7 @@ class PromptLookup:
     draft probability, so that a plan's floor is not looked at.
     """
 
-    layers: Sequence[int] = ()
+    taps: Sequence[int] = ()
     branches = False
 
     def __init__(self, ngram: int = 3, match: str = "first") -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from spechead.drafters.draft_model import DraftModel
-from spechead.target import Target
+from spechead.target.model import Target
 
 
 class SelfSpeculative(DraftModel):

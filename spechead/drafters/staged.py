@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from spechead.cache import KVCache
+from spechead.decoding.tree import Plan, Tree
 from spechead.drafters.base import Drafter, Drawing
 from spechead.drafters.draft_model import DraftModel, DraftState
-from spechead.target import TargetOutput
-from spechead.tree import Plan, Tree
+from spechead.target.cache import KVCache
+from spechead.target.model import TargetOutput
 
 
 class Tiny(Drafter, Protocol):
@@ -46,7 +46,7 @@ class Staged:
     forward reaches, and nothing of what is drawn.
     """
 
-    layers: Sequence[int] = ()
+    taps: Sequence[int] = ()
     branches = False
 
     def __init__(self, middle: DraftModel, tiny: Tiny) -> None:

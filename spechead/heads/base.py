@@ -8,21 +8,21 @@ Legend: B batch rows, T tokens, D draft vocabulary, V target vocabulary, H hidde
 from __future__ import annotations
 
 import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from spechead.dataset import Batch
+from spechead.data.dataset import Batch
+from spechead.decoding.sampling import Drawing
+from spechead.decoding.tree import Plan, Tree, chain
 from spechead.errors import UserError
-from spechead.packed import PackedLinear
-from spechead.sampling import Drawing
-from spechead.target import Target, TargetOutput
-from spechead.tree import Plan, Tree, chain
+from spechead.options import check_ranges
+from spechead.target.model import Target, TargetOutput
+from spechead.target.packed_linear import PackedLinear
 
 _SPREAD = 2654435761  # prime, near 2^32 by the golden ratio: neighbouring numbers lie far apart
 
@@ -66,32 +66,6 @@ def noise_of(batch: Batch, device: torch.device) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-@dataclass(frozen=True)
-class Range:
-    """What an option may be, as the field's annotation tells: `decay: Annotated[float, Range(0)] = 0.8`.
-
-    Of a list, what each of its numbers may be.
-    """
-
-    least: float
-    below: float = math.inf
-
-    def holds(self, value: Any) -> bool:
-        return isinstance(value, int | float) and self.least <= value < self.below
-
-    def __str__(self) -> str:
-        return f"at least {self.least}" if self.below == math.inf else f"from {self.least} to below {self.below}"
-
-
-def check_ranges(config: Any) -> None:
-    """Raise UserError for the first option of a head's `Config` that is outside its `Range`."""
-    for name, hint in get_type_hints(type(config), include_extras=True).items():
-        value = getattr(config, name)
-        for span in getattr(hint, "__metadata__", ()):
-            if not all(map(span.holds, value if isinstance(value, list) else [value])):
-                raise UserError(f"option head.options.{name}: must be {span}, got {value}")
-
-
 def targets_size(size: int, target: Target) -> int:
     """The target's hidden size, which is a head's, too. Raises UserError for another one than that or 0."""
     if size not in (0, target.hidden_size):
@@ -105,7 +79,7 @@ class Head(nn.Module, ABC):
     kind: ClassVar[str]
     Config: ClassVar[type]
 
-    layers: Sequence[int]  # the target's layers it reads, as indices into hidden_states
+    taps: Sequence[int]  # the target's hidden states it reads, as indices into `hidden_states`
     tree: Plan  # drafted unless another is asked for
     branches = True
     depths: int  # drafts that it is trained to make, one behind the other
@@ -113,7 +87,7 @@ class Head(nn.Module, ABC):
 
     def __init__(self, config: Any, target: Target) -> None:
         super().__init__()
-        check_ranges(config)
+        check_ranges(config, "head.options.")
         self.config = config
         self.target = target  # not a module: stays out of the parameters and of the saved file
         self.tree = chain(3)
@@ -132,7 +106,7 @@ class Head(nn.Module, ABC):
         return next(itertools.chain(self.parameters(), packed)).dtype
 
     @property
-    def judged(self) -> int:
+    def scored_depth(self) -> int:
         """How many drafts, one behind the other, a `training_step` judges now."""
         return self.depths
 

@@ -21,15 +21,17 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from spechead.dataset import Batch
+from spechead.data.dataset import Batch
+from spechead.decoding.tree import Dynamic
 from spechead.errors import UserError
-from spechead.heads.base import Hits, Range, ahead, noise_of
-from spechead.heads.judge import Judge, TrueRows
-from spechead.heads.unrolled import DecoderShape, UnrolledHead
-from spechead.layers import Attend
-from spechead.losses import Loss, feature_regression, soft_cross_entropy, topk_distillation
-from spechead.target import Target, TargetOutput
-from spechead.tree import Dynamic
+from spechead.heads.base import Hits, ahead, noise_of
+from spechead.heads.decoder_shape import DecoderShape
+from spechead.heads.draft_loss import DraftLoss, TeacherRows
+from spechead.heads.layers import Attend
+from spechead.heads.losses import Loss, feature_regression, soft_cross_entropy, topk_distillation
+from spechead.heads.unrolled import UnrolledHead
+from spechead.options import Range
+from spechead.target.model import Target, TargetOutput
 
 _EMBEDDINGS = 4096  # tokens whose embeddings tell how large all are
 
@@ -70,7 +72,7 @@ class Eagle(UnrolledHead):
 
     kind = "eagle"
     Config = EagleConfig
-    layers: Sequence[int] = ()
+    taps: Sequence[int] = ()
 
     def __init__(self, config: EagleConfig, target: Target) -> None:
         _resolve(config, target)
@@ -80,9 +82,9 @@ class Eagle(UnrolledHead):
         self.tree = Dynamic(nodes=60, depth=6, topk=10)
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         bias = bool(config.attention_bias)
-        self._decoder = tuple(config.decoder_layer(target, first_norm=i > 0, bias=bias) for i in range(self.n_layers))
-        # Servers call the decoder layers what is the name of the tapped ones here: registered under that name by hand.
-        self._modules["layers"] = nn.ModuleList(self._decoder)
+        self.layers = nn.ModuleList(
+            config.decoder_layer(target, first_norm=i > 0, bias=bias) for i in range(self.n_layers)
+        )
 
     @torch.no_grad()
     def init_from_target(self) -> None:
@@ -103,7 +105,7 @@ class Eagle(UnrolledHead):
     def advance(self, hidden: Tensor, tokens: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
         embedded = self.target.embed(tokens).to(hidden.dtype)  # [B, T, H]
         hidden = self.fc(torch.cat([embedded, hidden], -1))
-        for layer, attend in zip(self._decoder, attends, strict=True):
+        for layer, attend in zip(self.layers, attends, strict=True):
             hidden = layer(hidden, positions, attend)
         return hidden
 
@@ -113,11 +115,11 @@ class Eagle(UnrolledHead):
         Features are learned at every supervised row, distributions where the token is in the draft vocabulary.
         """
         c = self.config
-        judge = Judge(self, batch, out, Loss(self._distillation))
+        judge = DraftLoss(self, batch, out, Loss(self._distillation))
         predicts = ahead(batch, 1)[1]  # [B, T]
-        features = TrueRows(predicts, out.hidden[predicts].detach())  # of [n, H]
+        features = TeacherRows(predicts, out.hidden[predicts].detach())  # of [n, H]
         loss = out.hidden.new_zeros((), dtype=torch.float32)
-        unrolled = self.unroll(batch, self._noisy(self.start(out), batch), self.judged, c.detach_steps)
+        unrolled = self.unroll(batch, self._noisy(self.start(out), batch), self.scored_depth, c.detach_steps)
         for step, hidden in enumerate(unrolled):  # [B, T, H]
             distilled = judge.loss(step, hidden[judge.rows[step]], self.target_logits)
             if step >= c.steps:  # judged, and not trained

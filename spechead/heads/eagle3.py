@@ -17,14 +17,16 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from spechead.dataset import Batch
+from spechead.data.dataset import Batch
 from spechead.errors import UserError
-from spechead.heads.base import Hits, Range
-from spechead.heads.judge import Judge
-from spechead.heads.unrolled import DecoderShape, UnrolledHead, start_near_identity, take_over
-from spechead.layers import Attend, GatedMLP, RMSNorm
-from spechead.losses import loss_named
-from spechead.target import Target, TargetOutput
+from spechead.heads.base import Hits
+from spechead.heads.decoder_shape import DecoderShape, start_near_identity, take_over
+from spechead.heads.draft_loss import DraftLoss
+from spechead.heads.layers import Attend, GatedMLP, RMSNorm
+from spechead.heads.losses import loss_named
+from spechead.heads.unrolled import UnrolledHead
+from spechead.options import Range
+from spechead.target.model import Target, TargetOutput
 
 
 @dataclass
@@ -86,7 +88,7 @@ class Eagle3(UnrolledHead):
     def __init__(self, config: Eagle3Config, target: Target) -> None:
         _resolve(config, target)
         super().__init__(config, target)
-        self.layers = tuple(config.layers)
+        self.taps = tuple(config.layers)
         self.depths = config.steps
         self.n_layers = config.n_layers
         taps, size, eps = len(config.layers), target.hidden_size, config.rms_norm_eps
@@ -96,9 +98,7 @@ class Eagle3(UnrolledHead):
             self.fc_norm = nn.ModuleList(RMSNorm(size, eps) for _ in range(taps))
         self.fc = nn.Linear(taps * size, config.hidden_size, bias=False)
         self.midlayer = _Layer(config, target)
-        self._further = {str(i): config.decoder_layer(target) for i in range(1, config.n_layers)}
-        if self._further:  # servers call them what is the name of the tapped layers here: registered by hand
-            self._modules["layers"] = nn.ModuleDict(self._further)
+        self.layers = nn.ModuleDict({str(i): config.decoder_layer(target) for i in range(1, config.n_layers)})
         self.norm = RMSNorm(config.hidden_size, eps)
         self.lm_head = nn.Linear(config.hidden_size, self.draft_size, bias=False)
 
@@ -123,7 +123,7 @@ class Eagle3(UnrolledHead):
         for ours, theirs in (("hidden_norm", "input_layernorm"), ("post_attention_layernorm",) * 2):
             norm = getattr(target.last_block, theirs, None)
             take_over(layer.get_parameter(f"{ours}.weight"), target.norm_weight(norm))
-        for further in self._further.values():
+        for further in self.layers.values():
             start_near_identity(further, target)
 
     def start(self, out: TargetOutput) -> Tensor:
@@ -131,13 +131,13 @@ class Eagle3(UnrolledHead):
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:
-            parts = zip(self.fc_norm, features.chunk(len(self.layers), -1), strict=True)
+            parts = zip(self.fc_norm, features.chunk(len(self.taps), -1), strict=True)
             features = torch.cat([norm(part) for norm, part in parts], -1)
         return self.fc(features)
 
     def advance(self, hidden: Tensor, tokens: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
         hidden = self.midlayer(self.target.embed(tokens).to(hidden.dtype), hidden, positions, attends[0])
-        for layer, attend in zip(self._further.values(), attends[1:], strict=True):
+        for layer, attend in zip(self.layers.values(), attends[1:], strict=True):
             hidden = layer(hidden, positions, attend)
         return self.norm(hidden) if self.config.norm_output else hidden
 
@@ -147,9 +147,9 @@ class Eagle3(UnrolledHead):
         Its hidden state is the last step's.
         """
         c = self.config
-        judge = Judge(self, batch, out, loss_named(c.loss))
+        judge = DraftLoss(self, batch, out, loss_named(c.loss))
         loss = out.hidden.new_zeros((), dtype=torch.float32)
-        for step, hidden in enumerate(self.unroll(batch, self.start(out), self.judged)):  # [B, T, H]
+        for step, hidden in enumerate(self.unroll(batch, self.start(out), self.scored_depth)):  # [B, T, H]
             judged = judge.loss(step, hidden[judge.rows[step]], self._logits)
             if step < c.steps:
                 weight = c.step_weights[step] if c.step_weights else c.step_decay**step

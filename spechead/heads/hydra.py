@@ -23,23 +23,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from spechead.cache import Rows
-from spechead.dataset import Batch
-from spechead.drafters.grow import grow
-from spechead.heads.base import Hits, Range, ahead, noise_of
-from spechead.heads.judge import Judge
-from spechead.heads.stacks import Block, StackHead
-from spechead.heads.unrolled import (
-    CachedAttention,
-    DecoderShape,
-    UnrolledAttention,
-    causal_behind,
-    start_near_identity,
-)
-from spechead.losses import loss_named
-from spechead.sampling import Drawing
-from spechead.target import Target, TargetOutput
-from spechead.tree import Plan, Tree
+from spechead.data.dataset import Batch
+from spechead.decoding.grow import grow
+from spechead.decoding.sampling import Drawing
+from spechead.decoding.tree import Plan, Tree
+from spechead.heads.attention import CachedAttention, UnrolledAttention, causal_after
+from spechead.heads.base import Hits, ahead, noise_of
+from spechead.heads.decoder_shape import DecoderShape, start_near_identity
+from spechead.heads.draft_loss import DraftLoss
+from spechead.heads.losses import loss_named
+from spechead.heads.residual import Block, ResidualHead
+from spechead.options import Range
+from spechead.target.cache import KVBuffer
+from spechead.target.model import Target, TargetOutput
 
 Drop = Callable[[Tensor], Tensor]
 """Dropout, or what does nothing."""
@@ -84,7 +80,7 @@ class _Stack(nn.Module):
         return drop(x)
 
 
-class Hydra(StackHead):
+class Hydra(ResidualHead):
     """K residual stacks, each over a state and the tokens behind it, each with an output layer."""
 
     kind = "hydra"
@@ -113,7 +109,7 @@ class Hydra(StackHead):
 
         It runs over the rows whose token ahead(2 + k) is supervised and in the draft vocabulary.
         """
-        judge = Judge(self, batch, out, loss_named(self.config.loss))
+        judge = DraftLoss(self, batch, out, loss_named(self.config.loss))
         hidden = out.hidden.to(self.dtype)  # [B, T, H]
         if self.prefix is not None:
             hidden = self.prefix(hidden, batch.positions, UnrolledAttention(batch.document))
@@ -127,13 +123,13 @@ class Hydra(StackHead):
             loss = loss + self.config.decay**k * judge.loss(k, states, partial(self.output, k=k))
         return loss, judge.hits
 
-    def new_state(self, prompt: Tensor) -> Rows | None:
+    def new_state(self, prompt: Tensor) -> KVBuffer | None:
         """Keys and values of the prefix layer for the rows of the text so far, made from the target's true states."""
-        return None if self.prefix is None else Rows()
+        return None if self.prefix is None else KVBuffer()
 
     @torch.no_grad()
     def propose(
-        self, state: Rows | None, fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Drawing | None = None
+        self, state: KVBuffer | None, fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Drawing | None = None
     ) -> Tree:
         """Take in the rows before `fresh` and grow a tree behind the last; each node is drafted from its own path."""
         size = self.config.hidden_size
@@ -151,14 +147,14 @@ class Hydra(StackHead):
         plan = plan.limited(self.depths)
         return grow(plan, fresh[-1], first, self.draft_ids(), deepen, drawing, self.target.vocab_size)
 
-    def _last(self, state: Rows | None, out: TargetOutput) -> Tensor:
+    def _last(self, state: KVBuffer | None, out: TargetOutput) -> Tensor:
         """What the heads read of the last of the target's new rows: [1, H]. No draft enters the state."""
         if self.prefix is None or state is None:
             return out.hidden[0, -1:].to(self.dtype)
         hidden = out.hidden.to(self.dtype)  # [1, n, H]
         past, new = state.length, hidden.shape[1]
         positions = torch.arange(past, past + new, device=hidden.device)[None]
-        attend = CachedAttention(state, causal_behind(past, new, hidden.device))
+        attend = CachedAttention(state, causal_after(past, new, hidden.device))
         return self.prefix(hidden, positions, attend)[0, -1:]
 
     def _log_probabilities(self, inputs: Tensor, k: int) -> Tensor:  # [n, (k+2)*H] -> [n, D]

@@ -14,15 +14,16 @@ from typing import Annotated
 import torch
 from torch import Tensor, nn
 
-from spechead.dataset import Batch
-from spechead.drafters.grow import grow
-from spechead.heads.base import Hits, Range, targets_size
-from spechead.heads.judge import Judge
-from spechead.heads.stacks import Block, StackHead
-from spechead.losses import LOSSES
-from spechead.sampling import Drawing
-from spechead.target import Target, TargetOutput
-from spechead.tree import Plan, Tree
+from spechead.data.dataset import Batch
+from spechead.decoding.grow import grow
+from spechead.decoding.sampling import Drawing
+from spechead.decoding.tree import Plan, Tree
+from spechead.heads.base import Hits, targets_size
+from spechead.heads.draft_loss import DraftLoss
+from spechead.heads.losses import LOSSES
+from spechead.heads.residual import Block, ResidualHead
+from spechead.options import Range
+from spechead.target.model import Target, TargetOutput
 
 
 @dataclass
@@ -43,7 +44,7 @@ class MedusaConfig:
     """0: the target's."""
 
 
-class Medusa(StackHead):
+class Medusa(ResidualHead):
     """K residual stacks over the target's final hidden state, each with an output layer."""
 
     kind = "medusa"
@@ -66,7 +67,7 @@ class Medusa(StackHead):
 
         It runs over the rows whose token ahead(2 + k) is supervised and in the draft vocabulary.
         """
-        judge = Judge(self, batch, out, LOSSES["hard_ce"])
+        judge = DraftLoss(self, batch, out, LOSSES["hard_ce"])
         loss = out.hidden.new_zeros((), dtype=torch.float32)
         for k in range(self.config.n_heads):
             states = self.blocks[k](out.hidden[judge.rows[k]].to(self.dtype))  # [n, H]

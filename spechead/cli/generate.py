@@ -1,0 +1,189 @@
+"""`spechead generate`: stream one answer, colour what was drafted, and compare with plain decoding.
+
+The answer goes to standard output, everything about it to standard error. Knows nothing of how drafts are
+made or verified.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.text import Text
+
+from spechead.data.chat import prompt_ids
+from spechead.decoding.detokenize import Decoder, Piece, StreamDetokenizer
+from spechead.decoding.generate import RANKED, Generation, OnCommit, generate
+from spechead.decoding.tree import Plan, parse_tree
+from spechead.drafters.base import Drafter, can_draft
+from spechead.drafters.parse import read_drafter
+from spechead.errors import UserError
+from spechead.evaluation.options import DecodingOptions
+from spechead.heads import Head
+from spechead.target.model import Target
+
+# Of accepted drafts at depth 1, 2, ...; deeper ones take the last. Named colours follow the terminal's theme.
+COLOURS = ["green", "cyan", "blue", "magenta", "red", "yellow"]
+WARM_UP_TOKENS = 8
+
+
+@dataclass(kw_only=True)
+class GenerateOptions(DecodingOptions):
+    """One answer of the target, drafted by a head or by a drafter without training."""
+
+    prompt: str
+    """What the user says."""
+    system: str = ""
+    """What the system turn says; empty: as the chat template has it."""
+    drafter: str = ""
+    """Drafter without training, in place of a head. prompt_lookup (n-grams of the text itself; as it stands
+    prompt_lookup:ngram=3,match=first, or match=latest); draft_model:FOLDER (a smaller model of the same tokenizer);
+    self:0-9,20-29 (the target's layers that are kept); staged:self:20-29+self:0-1 (the drafting of the first is itself
+    sped up by the second, prompt_lookup or a model; layers of the second count those that the first keeps: here they
+    are 20 and 21)."""
+    tree: str = ""
+    """Shape to draft: chain:3, static:[[0],[1],[0,0]] or dynamic:nodes=15,depth=4,topk=3. With ,floor=0.1 behind it,
+    nothing is drafted behind a path less probable than that (prompt_lookup does not look at it). Empty: the drafter's
+    own."""
+    stop: list[str] = field(default_factory=list)
+    """Text that ends the answer, and is not shown itself. May be given several times."""
+    plain: bool = True
+    """Decode once more without drafts and compare; --no-plain leaves it out."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if bool(self.head) == bool(self.drafter):
+            raise UserError("what drafts? Give either --head or --drafter")
+        plan = self.plan
+        self.speculation(plan)
+        kind = read_drafter(self.drafter).kind if self.drafter else Head
+        if plan is not None and not can_draft(kind, plan):
+            raise UserError(f"tree {plan} branches, which {self.drafter} cannot; use a tree such as chain:{plan.depth}")
+        if self.max_new_tokens < 1:
+            raise UserError(f"option max_new_tokens: must be at least 1, got {self.max_new_tokens}")
+        if not self.prompt.strip():
+            raise UserError("option prompt: is empty")
+
+    @property
+    def plan(self) -> Plan | None:
+        return parse_tree(self.tree) if self.tree else None
+
+
+def answer(options: GenerateOptions) -> None:
+    """Load, stream the answer, then say what it took."""
+    notes = Console(stderr=True, highlight=False)
+    with notes.status("loading the target and what drafts for it"):
+        target = options.load_target()
+        drafter = options.load_drafter(options.drafter, target) if options.drafter else options.load_head(target)
+    ids = _prompt(options, target)
+
+    def run(drafter: Drafter | None, on_commit: OnCommit | None = None, cap: int = 0) -> Generation:
+        return generate(
+            target,
+            ids,
+            drafter,
+            speculation=options.speculation(options.plan) if drafter else RANKED,
+            max_new_tokens=cap or options.max_new_tokens,
+            sampler=options.sampler(),
+            stop=options.stop,
+            on_commit=on_commit,
+        )
+
+    run(drafter, cap=WARM_UP_TOKENS)
+    with Display(target.tokenizer, Console(highlight=False), notes, options.stop) as display:
+        drafted = run(drafter, display.commit)
+    if options.plain and notes.is_terminal:
+        notes.print("decoding once more without drafts, to compare", style="dim")  # no spinner: it costs time
+    plain = run(None) if options.plain else None
+    notes.print(closing(options, drafted, plain, display.seconds), soft_wrap=True)
+
+
+def _prompt(options: GenerateOptions, target: Target) -> list[int]:
+    system = [{"role": "system", "content": options.system}] if options.system else []
+    messages = [*system, {"role": "user", "content": options.prompt}]
+    return prompt_ids(target.tokenizer, messages, options.template())
+
+
+class Display:
+    """The answer on the terminal, token by token; plain text where there is none."""
+
+    def __init__(self, tokenizer: Decoder, console: Console, notes: Console, stop: Sequence[str] = ()) -> None:
+        self.stream = StreamDetokenizer(tokenizer, stop)
+        self.console = console
+        self.notes = notes
+        self.seconds = 0.0  # that passes spent on showing, which is not decoding
+        self._begun = False
+
+    def __enter__(self) -> "Display":
+        if self.console.is_terminal:
+            depths = [(f" {depth}", colour) for depth, colour in enumerate(COLOURS, start=1)]
+            legend = Text.assemble("accepted drafts by depth:", *depths, " and deeper; the rest is the target's own")
+            self.notes.print(legend, soft_wrap=True)
+        return self
+
+    def commit(self, tokens: Sequence[int], n_accepted: int) -> None:
+        """Show what one pass committed: its first `n_accepted` tokens were drafts."""
+        begin = time.perf_counter()
+        for i, token in enumerate(tokens):
+            self._show(self.stream.push(token, i + 1 if i < n_accepted else 0))
+        if self._begun:  # the first token is the prefill's, whose time no figure holds
+            self.seconds += time.perf_counter() - begin
+        self._begun = True
+
+    def __exit__(self, *_: object) -> None:
+        self._show([*self.stream.close(), ("\n", 0)])
+
+    def _show(self, pieces: Sequence[Piece]) -> None:
+        for text, depth in pieces:
+            if self.console.is_terminal:
+                # A model can write escape sequences; a terminal must not obey them.
+                text = text.replace("\x1b", "\N{SYMBOL FOR ESCAPE}")
+                colour = COLOURS[min(depth, len(COLOURS)) - 1] if depth else ""
+                self.console.out(text, style=colour, end="", highlight=False)
+            else:
+                self.console.file.write(text)
+                self.console.file.flush()
+
+
+def closing(
+    options: DecodingOptions, drafted: Generation, plain: Generation | None, display_seconds: float = 0.0
+) -> str:
+    """Tokens per pass and per second, beside plain decoding where it ran, and what is known of the text."""
+    stats = drafted.stats
+    if not stats.passes:
+        return "the first token ended the answer: nothing was drafted"
+    ending = {"eos": "", "stop": "; ended by a stop string", "length": "; cut off, the model would write on"}
+    mark = " (lossy)" if options.lossy else ""
+    passes = f"{stats.tokens} tokens in {stats.passes} passes{ending[drafted.finish_reason]}"
+    speed = tokens_per_second(drafted, display_seconds)
+    lines = [
+        f"{stats.tokens / stats.passes:.2f} tokens per pass{mark} ({passes})",
+        f"{speed:.1f} tokens per second{mark}",
+    ]
+    if plain is not None:
+        plain_speed = tokens_per_second(plain)
+        lines[-1] += f", plain decoding {plain_speed:.1f}: x{speed / plain_speed:.2f}{mark}"
+    rule = options.speculation().rule
+    if options.lossy:
+        lines.append(f"LOSSY: under the rule {rule} the text does not follow the target's distribution")
+    elif not options.comparable:
+        lines.append(f"under the rule {rule} the text follows plain decoding's distribution, with other draws")
+    elif plain is not None:
+        at = first_difference(drafted.tokens, plain.tokens)
+        where = "is identical to" if at is None else f"from token {at} on differs from"
+        lines.append(f"the text {where} plain decoding's")
+    return "\n".join(lines)
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The first position where two sequences differ, an end included; None if they are equal."""
+    return next((i for i, (x, y) in enumerate(itertools.zip_longest(a, b)) if x != y), None)
+
+
+def tokens_per_second(generation: Generation, display_seconds: float = 0.0) -> float:
+    """Speed after the prefill."""
+    stats = generation.stats
+    seconds = sum(stats.seconds.values()) - stats.seconds["prefill"] - display_seconds
+    return stats.tokens / seconds if seconds > 0 else math.nan

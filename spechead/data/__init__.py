@@ -1,0 +1,1 @@
+"""Conversations: chat templates, samples and batches, prompts."""

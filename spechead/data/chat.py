@@ -1,0 +1,210 @@
+"""Chats to token ids, and which of the tokens the assistant wrote, for any chat template.
+
+Most shipped templates do not mark what the assistant says, so this file finds it by rendering: the prompt of
+a turn is a prefix of the whole chat, and a sentinel in place of an answer shows what stands around it. Where
+neither helps, that is an error: a wrong mask would train on the wrong tokens without a sign.
+Knows nothing of datasets, models or files.
+
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+    |------------------ prompt ------------------------|           |
+                                                       |-supervised-|
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from jinja2.exceptions import TemplateError as JinjaError
+
+from spechead.errors import UserError
+
+SENTINEL = "spechead7sentinel"
+Message = dict[str, str]
+
+
+class TemplateError(UserError):
+    """A chat template that refuses a chat, or hides where the assistant speaks."""
+
+
+@dataclass
+class Encoded:
+    """A chat as the model sees it. supervised[i]: the assistant wrote token i; the end of its turn counts."""
+
+    ids: list[int]
+    supervised: list[bool]
+
+
+def encode(
+    tokenizer: Any,
+    messages: list[Message],
+    template_kwargs: dict[str, Any] | None = None,
+    *,
+    unfinished: bool = False,
+) -> Encoded:
+    """Tokenise a whole chat. `unfinished`: a cap cut the last answer, the assistant did not end it."""
+    text = render(tokenizer, messages, template_kwargs)
+    pieces = Tokenized(tokenizer, text)
+    borders: list[tuple[int, int]] = []
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    for turn in turns:
+        start, content_end, end = find_span(tokenizer, messages, turn, text, template_kwargs)
+        first = pieces.cut(start)
+        borders.append((first, pieces.border(content_end if unfinished and turn == turns[-1] else end)))
+    supervised = [False] * len(pieces.ids)
+    for first, last in borders:
+        supervised[first:last] = [True] * (last - first)
+    if sum(supervised) in (0, len(supervised)):
+        share = "none" if not any(supervised) else "all"
+        raise TemplateError(
+            f"the chat template of {template_name(tokenizer)} leaves {share} of a chat to the assistant"
+        )
+    return Encoded(pieces.ids, supervised)
+
+
+def prompt_ids(tokenizer: Any, messages: list[Message], template_kwargs: dict[str, Any] | None = None) -> list[int]:
+    """Token ids after which the assistant speaks."""
+    return tokenize(tokenizer, prompt_text(tokenizer, messages, template_kwargs))
+
+
+def render(
+    tokenizer: Any,
+    messages: list[Message],
+    template_kwargs: dict[str, Any] | None = None,
+    *,
+    generate: bool = False,
+) -> str:
+    """The chat as text, with the opening of an assistant turn at its end if `generate`."""
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=generate, **(template_kwargs or {})
+        )
+    except (JinjaError, ValueError, TypeError, KeyError) as error:
+        reason = " ".join(str(error).split())
+        raise TemplateError(f"the chat template of {template_name(tokenizer)} refuses a chat: {reason}") from error
+    return str(text)
+
+
+def tokenize(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a rendered text: whatever begins a sequence is already in it as the template writes it."""
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def prompt_text(tokenizer: Any, messages: list[Message], template_kwargs: dict[str, Any] | None = None) -> str:
+    """The chat up to where the assistant speaks, also for templates that ignore add_generation_prompt."""
+    asked = render(tokenizer, messages, template_kwargs, generate=True)
+    plain = render(tokenizer, messages, template_kwargs)
+    if asked != plain:
+        return asked
+    answered = [*messages, {"role": "assistant", "content": SENTINEL}]
+    opened, found, _ = render(tokenizer, answered, template_kwargs).partition(SENTINEL)
+    if not found or not opened.startswith(plain):
+        raise no_span(tokenizer)
+    # A space before the answer belongs to the answer's first token, not to the prompt.
+    return opened if opened[len(plain) :].strip() else plain
+
+
+# ------------------------------------------------------------------------------------------------ spans
+
+
+def find_span(
+    tokenizer: Any,
+    messages: list[Message],
+    turn: int,
+    text: str,
+    template_kwargs: dict[str, Any] | None = None,
+) -> tuple[int, int, int]:
+    """Characters of `text` where an assistant turn begins, its content ends and its terminator ends."""
+    before, after = around(tokenizer, messages, turn, template_kwargs)
+    if not text.endswith(after):
+        raise no_span(tokenizer)
+    content_end = len(text) - len(after)
+    prompt = prompt_text(tokenizer, messages[:turn], template_kwargs)
+    if text.startswith(prompt):
+        start = len(prompt)
+    elif text.startswith(before):  # the template writes earlier turns in another way once later ones follow
+        start = len(before)
+    else:
+        raise no_span(tokenizer)
+    if start > content_end:
+        raise no_span(tokenizer)
+    # Asked where the turn is the last: elsewhere the next turn's opening could pass for its end.
+    _, alone = around(tokenizer, messages[: turn + 1], turn, template_kwargs)
+    ending = terminator(tokenizer, alone)
+    end = content_end + len(ending) if text.startswith(ending, content_end) else content_end
+    return start, content_end, end
+
+
+def around(
+    tokenizer: Any, messages: list[Message], turn: int, template_kwargs: dict[str, Any] | None
+) -> tuple[str, str]:
+    """The rendered text before and after the content of one turn."""
+    marked = [*messages[:turn], {**messages[turn], "content": SENTINEL}, *messages[turn + 1 :]]
+    before, found, after = render(tokenizer, marked, template_kwargs).partition(SENTINEL)
+    if not found:
+        raise no_span(tokenizer)
+    return before, after
+
+
+def terminator(tokenizer: Any, after: str) -> str:
+    """The control token that `after` begins with, as text with the space before it; empty if it has none."""
+    stripped = after.lstrip()
+    first = leading_control(tokenizer, stripped)
+    if first is None:
+        return ""
+    token = str(tokenizer.convert_ids_to_tokens(first))
+    return after[: len(after) - len(stripped)] + token if stripped.startswith(token) else ""
+
+
+def leading_control(tokenizer: Any, text: str) -> int | None:
+    """The id of the control token that a text begins with; None if it begins with another."""
+    ids = tokenize(tokenizer, text)[:1]
+    control = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
+    return ids[0] if ids and ids[0] in control else None
+
+
+class Tokenized:
+    """The ids of a text, tokenised at once, or in pieces where decoding would see a border.
+
+    While decoding, the prompt is tokenised without the answer. Where a tokenizer would merge the prompt's end
+    with the answer's beginning, the text is cut there.
+    """
+
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        self.tokenizer, self.text = tokenizer, text
+        self.ids = tokenize(tokenizer, text)
+        self._fixed: list[int] = []  # ids of the text before self._from
+        self._from = 0
+
+    def cut(self, position: int) -> int:
+        """Number of tokens before a character, at which no token may straddle."""
+        before = self._before(position)
+        if self.ids[: len(before)] != before:
+            self._fixed, self._from = before, position
+            self.ids = before + tokenize(self.tokenizer, self.text[position:])
+        return len(before)
+
+    def border(self, position: int) -> int:
+        """Number of tokens that end at or before a character."""
+        before = self._before(position)
+        same = 0
+        while same < len(before) and before[same] == self.ids[same]:
+            same += 1
+        return same
+
+    def _before(self, position: int) -> list[int]:
+        return self._fixed + tokenize(self.tokenizer, self.text[self._from : position])
+
+
+# ------------------------------------------------------------------------------------------------ errors
+
+
+def no_span(tokenizer: Any) -> TemplateError:
+    return TemplateError(f"the chat template of {template_name(tokenizer)} does not show where the assistant speaks")
+
+
+def template_name(tokenizer: Any) -> str:
+    """The tokenizer's name and the beginning of its template."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, str):
+        return f"{tokenizer.name_or_path or 'the tokenizer'} (it has none)"
+    start = " ".join(template.split())[:40]
+    return f"{tokenizer.name_or_path or 'the tokenizer'} ({start!r}...)"

@@ -1,0 +1,1 @@
+"""Decode speculatively: trees, verification, sampling, and the loop."""

@@ -1,0 +1,1 @@
+"""Measure acceptance length, speed-up and losslessness, and choose trees."""

@@ -1,0 +1,1 @@
+"""One file a server: how it stores and loads heads."""

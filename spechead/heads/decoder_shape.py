@@ -1,0 +1,102 @@
+"""The shape of a decoder layer as options of a head, and how such a layer starts from the target's weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from torch import Tensor, nn
+
+from spechead.errors import UserError
+from spechead.heads.base import targets_size
+from spechead.heads.layers import Attention, DecoderLayer, GatedMLP, Rotary
+from spechead.options import Range
+from spechead.target.model import Target
+
+_SHARE = 0.01  # of what the target's last layer gives: its hidden states are far larger than normed ones
+
+
+@dataclass
+class DecoderShape:
+    """Shape of a decoder layer; what is 0 is taken from the target when the head is made."""
+
+    hidden_size: Annotated[int, Range(0)] = 0
+    intermediate_size: Annotated[int, Range(0)] = 0
+    num_attention_heads: Annotated[int, Range(0)] = 0
+    num_key_value_heads: Annotated[int, Range(0)] = 0
+    head_dim: Annotated[int, Range(0)] = 0
+    rms_norm_eps: Annotated[float, Range(0)] = 0.0
+    rope_theta: Annotated[float, Range(0)] = 0.0
+    """Base of the rotary positions; 0: the target's, and its scaling unless one is given."""
+    rope_scaling: dict[str, Any] = field(default_factory=dict)
+    """Scaling of the rotary positions as transformers writes it, such as {rope_type: linear, factor: 2}; with a
+    `rope_theta` of its own, empty means none."""
+
+    def fill(self, target: Target) -> None:
+        """Take from the target what is 0. Raises UserError where its hidden size is not ours."""
+        t = target.config
+        self.hidden_size = targets_size(self.hidden_size, target)
+        self.intermediate_size = self.intermediate_size or max(getattr(t, "intermediate_size", 0), self.hidden_size)
+        self.num_attention_heads = self.num_attention_heads or t.num_attention_heads
+        self.num_key_value_heads = (
+            self.num_key_value_heads or getattr(t, "num_key_value_heads", 0) or self.num_attention_heads
+        )
+        self.head_dim = self.head_dim or getattr(t, "head_dim", None) or self.hidden_size // self.num_attention_heads
+        self.rms_norm_eps = self.rms_norm_eps or getattr(t, "rms_norm_eps", 1e-5)
+        if not self.rope_theta:
+            self.rope_theta, self.rope_scaling = target.rope_theta, self.rope_scaling or target.rope_scaling
+
+    def attention(self, target: Target, inputs: int, bias: bool = False) -> Attention:
+        """Over `inputs` features. Raises UserError where heads do not share keys evenly, or positions cannot turn."""
+        self._refuse_unbuildable()
+        positions = Rotary.plain(self.head_dim, self.rope_theta)
+        if self.rope_scaling:
+            positions = Rotary(*target.rotary_frequencies(self.head_dim, self.rope_theta, self.rope_scaling))
+        heads = self.num_attention_heads, self.num_key_value_heads
+        return Attention(inputs, self.hidden_size, *heads, self.head_dim, positions, bias)
+
+    def _refuse_unbuildable(self) -> None:
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise UserError(
+                f"head.options.num_attention_heads {self.num_attention_heads}: is not a multiple of "
+                f"num_key_value_heads {self.num_key_value_heads}"
+            )
+        if self.head_dim < 2 or self.head_dim % 2:
+            raise UserError(
+                f"head.options.head_dim {self.head_dim}: must be even and above 0, since positions turn pairs; where "
+                "neither it nor the target says, it is hidden_size / num_attention_heads"
+            )
+        for name, value in self.rope_scaling.items():
+            numbers = value if isinstance(value, list) else [value]
+            if name.endswith("factor") and value is not None and not all(map(_above_zero, numbers)):
+                raise UserError(f"head.options.rope_scaling: {name} must be above 0, got {value}")
+
+    def decoder_layer(self, target: Target, *, first_norm: bool = True, bias: bool = False) -> DecoderLayer:
+        """An ordinary one of this shape."""
+        attention = self.attention(target, self.hidden_size, bias)
+        mlp = GatedMLP(self.hidden_size, self.intermediate_size)
+        return DecoderLayer(attention, mlp, self.hidden_size, self.rms_norm_eps, first_norm)
+
+
+def _above_zero(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < math.inf
+
+
+def take_over(ours: Tensor, theirs: Tensor | None) -> None:
+    """Copy a weight where the target has one of that shape."""
+    if theirs is not None and theirs.shape == ours.shape:
+        ours.copy_(theirs)
+
+
+def start_near_identity(layer: nn.Module, target: Target) -> None:
+    """Start as the target's last layer where shapes allow, its outputs made small."""
+    weights = dict(target.last_block.named_parameters())
+    for name, parameter in layer.named_parameters():
+        if "norm" in name:
+            theirs = target.norm_weight(getattr(target.last_block, name.removesuffix(".weight"), None))
+        else:
+            theirs = weights.get(name)
+        take_over(parameter, theirs)
+    layer.get_parameter("self_attn.o_proj.weight").mul_(_SHARE)
+    layer.get_parameter("mlp.down_proj.weight").mul_(_SHARE)

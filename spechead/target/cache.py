@@ -1,0 +1,146 @@
+"""Keys and values of committed tokens: storage that grows without a copy at each pass, and drops rejected drafts.
+
+The only file that touches transformers' cache API. Knows nothing of trees beyond "these rows stay".
+
+Legend: B batch, G key/value heads, S stored tokens, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+_FIRST_CAPACITY = 256
+
+
+class KVBuffer:
+    """Key and value rows of one attention layer in a buffer that doubles when it is full."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self._keys: Tensor | None = None  # [B, G, capacity, D]
+        self._values: Tensor | None = None  # [B, G, capacity, D]
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit before the buffer grows."""
+        return 0 if self._keys is None else self._keys.shape[2]
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store [B, G, n, D] more rows; returns views of all rows, [B, G, S, D]."""
+        end = self.length + keys.shape[2]
+        if self._keys is None or self._values is None or self.capacity < end:
+            self._keys = self._grown(self._keys, keys, end)
+            self._values = self._grown(self._values, values, end)
+        self._keys[:, :, self.length : end] = keys
+        self._values[:, :, self.length : end] = values
+        self.length = end
+        return self._keys[:, :, :end], self._values[:, :, :end]
+
+    def move(self, rows: Tensor, source: Tensor, place: Tensor) -> None:
+        """Copy the stored token `source` [m] of batch row `rows` [m] to `place` [m]."""
+        if self._keys is not None and self._values is not None:
+            self._keys[rows, :, place] = self._keys[rows, :, source]  # the right side is gathered before it is written
+            self._values[rows, :, place] = self._values[rows, :, source]
+
+    def crop(self, length: int) -> None:
+        """Forget all tokens from `length` on."""
+        self.length = min(length, self.length)
+
+    def select(self, index: Tensor) -> None:
+        """Keep the batch rows `index` [n]."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = self._keys[index], self._values[index]
+
+    def _grown(self, old: Tensor | None, new: Tensor, needed: int) -> Tensor:
+        capacity = max(_FIRST_CAPACITY, needed + needed // 2)
+        batch, heads, _, size = new.shape
+        buffer = new.new_empty(batch, heads, capacity, size)
+        if old is not None:
+            buffer[:, :, : self.length] = old[:, :, : self.length]
+        return buffer
+
+
+class _Layer(DynamicLayer):
+    """`KVBuffer` behind the interface of transformers' cache layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = KVBuffer()
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self.rows.append(key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        return self.rows.length
+
+
+class KVCache(Cache):
+    """The target's cache: `keep` commits the accepted paths of trees, `crop` cuts to a length.
+
+    Every batch row lies at the left, token after token, so that a token's column is its place in the text. Rows of
+    unequal length leave columns at their right that hold nothing: those from `lengths[row]` up to `length`.
+    """
+
+    layers: list[_Layer]  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        super().__init__(layer_class_to_replicate=_Layer)
+        self._lengths: list[int] | None = None  # None: all rows are as long as the longest
+
+    @property
+    def length(self) -> int:
+        """Columns in use: tokens of the longest row."""
+        return max((layer.rows.length for layer in self.layers), default=0)  # a skipped layer has none
+
+    @property
+    def lengths(self) -> list[int] | None:
+        """Tokens of each row; None where all are `length` long."""
+        return self._lengths
+
+    def keep(self, paths: Sequence[Sequence[int]], width: int) -> None:
+        """After trees were appended at the columns `width` and on, keep the nodes `paths[row]` (ascending, the root
+        first) of each row, behind the row's own tokens."""
+        before = self._lengths or [width] * len(paths)
+        after = [length + len(path) for length, path in zip(before, paths, strict=True)]
+        moves = [
+            (row, width + node, before[row] + i)
+            for row, path in enumerate(paths)
+            for i, node in enumerate(path)
+            if width + node != before[row] + i
+        ]
+        if moves:
+            rows, source, place = torch.tensor(moves, device=self.layers[-1].device).unbind(1)
+        for layer in self.layers:
+            if moves and layer.rows.length:
+                layer.rows.move(rows, source, place)
+            layer.rows.crop(max(after))
+        self._lengths = after if min(after) < max(after) else None
+
+    def settle(self, lengths: Sequence[int]) -> None:
+        """Say how many tokens of each row count, after prompts of unequal length were stored padded on the right."""
+        self._lengths = list(lengths) if min(lengths) < self.length else None
+
+    def select(self, index: Tensor) -> None:
+        """Keep the batch rows `index` [n]."""
+        if self._lengths is not None:
+            self._lengths = [self._lengths[row] for row in index.tolist()]
+        longest = max(self._lengths or [self.length])
+        if self._lengths is not None and min(self._lengths) == longest:
+            self._lengths = None
+        for layer in self.layers:
+            layer.rows.select(index)
+            layer.rows.crop(longest)
+
+    def crop(self, length: int) -> None:
+        """Forget all tokens from position `length` on."""
+        if self._lengths is not None:
+            self._lengths = [min(own, length) for own in self._lengths] if min(self._lengths) < length else None
+        for layer in self.layers:
+            layer.rows.crop(length)

@@ -1,0 +1,117 @@
+"""Load a transformers model and its tokenizer, and fingerprint its weights.
+
+Handles names (bundled, folder or hub id), devices, dtypes, four bits and peft adapters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers import logging as transformers_logging
+
+from spechead.errors import UserError, first_line
+from spechead.target import bundled
+from spechead.target.adapter import merge
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+_SAMPLED = 4096  # weights of each tensor that enter the fingerprint
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called `name`; auto takes the accelerator of this process where there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name!r}: this machine shows torch no such accelerator; use cpu")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return device
+
+
+def native_bfloat16(device: torch.device) -> bool:
+    """Whether bfloat16 arithmetic is fast there: newer accelerators, and CPUs with AVX-512 BF16 or AMX."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def load_model(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The model with its weights in the dtype that they are stored in, on the CPU."""
+    transformers_logging.disable_progress_bar()
+    with loading(name):
+        return AutoModelForCausalLM.from_pretrained(source(name), dtype="auto", trust_remote_code=trust_remote_code)
+
+
+def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a target, without its weights."""
+    with loading(name):
+        return AutoTokenizer.from_pretrained(source(name), trust_remote_code=trust_remote_code)
+
+
+def load_in_four_bits(name: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
+    """The model loaded by bitsandbytes, its linear layers in nf4 but for the output layer."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError("option target.four_bits: needs the package bitsandbytes: pip install bitsandbytes")
+    layout = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    with loading(name):
+        return AutoModelForCausalLM.from_pretrained(
+            source(name),
+            dtype=dtype,
+            quantization_config=layout,
+            device_map={"": str(device)},
+            trust_remote_code=trust_remote_code,
+        )
+
+
+def merge_adapter(model: PreTrainedModel, adapter: str, digest: str, name: str) -> str:
+    """Merge an adapter in float32, whatever the model is stored in; the fingerprint of the sum."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.float()
+    try:
+        return merge(model, adapter, digest, name)
+    except Exception as error:  # whatever peft and safetensors make of files that are not theirs
+        raise UserError(f"adapter {adapter!r} cannot be loaded into this target: {first_line(error)}") from error
+
+
+def source(name: str) -> str:
+    return str(bundled.folder()) if name == bundled.NAME else name
+
+
+@contextmanager
+def loading(name: str) -> Iterator[None]:
+    """Turn the many ways in which a name can be wrong into one line."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, KeyError) as error:
+        known = "" if Path(name).is_dir() else f" (a folder, a hub id or {bundled.NAME!r} is expected)"
+        raise UserError(f"target {name!r} cannot be loaded{known}: {first_line(error)}") from error
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """sha256 over every tensor's name, shape and evenly spaced values; another fine-tuning of a model differs."""
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.named_parameters()):
+        flat = weight.detach().reshape(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLED)].to(torch.bfloat16).cpu()
+        digest.update(f"{name}{tuple(weight.shape)}".encode())
+        digest.update(sample.view(torch.int16).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for torch.float32."""
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Train a head: the loop, the engine, recipes and run folders."""

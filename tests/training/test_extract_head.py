@@ -1,0 +1,160 @@
+"""A head out of a checkpoint: the one that the run itself writes at that step, whoever trained."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from spechead.errors import UserError
+from spechead.heads import HEADS
+from spechead.heads.files import load_head
+from spechead.target.model import Target
+from spechead.training.engine import checkpoints, step_of
+from spechead.training.extract_head import ExtractOptions, extract_head
+from spechead.training.train import train
+from tests.helpers.training import files, flags, kill_after_a_checkpoint, launch, recipe, write_tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of eight steps with checkpoints after the sixth and the last. Not to be changed."""
+    out = tmp_path_factory.mktemp("run")
+    train(recipe(folder, out, **{"data.validation_share": 0}))
+    return out
+
+
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("zero,precision", [(0, "float32"), (0, "bf16"), (1, "float32"), (2, "bf16")])
+def test_the_last_checkpoint_gives_the_runs_own_head(
+    kind: str, zero: int, precision: str, folder: Path, tmp_path: Path
+) -> None:
+    changes = {"optim.ema": 0.9 if kind == "eagle3" else 0, "log.best": "false"}
+    changes |= {"engine.zero_stage": zero, "engine.precision": precision, "head.tree": "chain:2"}
+    changes |= {"target.template_kwargs": "{thinking: false}", "optim.lr": 1e-4}  # bf16 would round such steps away
+    train(recipe(folder, tmp_path / "run", kind, **changes))
+    out = extract_head(ExtractOptions(str(tmp_path / "run")))
+    assert out == tmp_path / "run" / "head-step-8"
+    assert files(out) == files(tmp_path / "run" / "head")
+
+
+def test_a_killed_run_gives_a_head_without_its_data(folder: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    shutil.copy(folder / "data.jsonl", data)
+    out = tmp_path / "killed"
+    changes = {"data.train": data, "optim.steps": 500, "log.checkpoint_every": 2, "data.validation_share": 0}
+    kill_after_a_checkpoint(flags(folder, out, **changes), out)
+    assert not (out / "head").exists()
+    data.unlink()
+    head = extract_head(ExtractOptions(str(out)))
+    step = step_of(checkpoints(out / "checkpoints")[-1])
+    assert head == out / f"head-step-{step}"
+    assert json.loads((head / "config.json").read_text())["meta"]["steps"] == step
+    loaded = load_head(head, Target.load(str(folder / "target")), dtype=torch.float32)
+    assert loaded.kind == "eagle3"
+    file = out / "checkpoints" / f"step-{step:08d}" / "mp_rank_00_model_states.pt"
+    saved = torch.load(file, weights_only=True)["module"]  # float32 on one process: the masters as they are
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, saved[f"head.{name}"]), name
+
+
+def test_two_processes_gathered_by_one(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    changes = {"engine.zero_stage": 2, "engine.precision": "bf16", "optim.ema": 0.5, "data.validation_share": 0}
+    process = launch(flags(folder, run, **changes), 2)
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert len(list((run / "checkpoints" / "step-00000008").glob("*optim_states.pt"))) == 2
+    assert files(extract_head(ExtractOptions(str(run)))) == files(run / "head")
+    earlier = extract_head(ExtractOptions(str(run), step=6, out=str(tmp_path / "earlier")))
+    assert files(earlier)["model.safetensors"] != files(run / "head")["model.safetensors"]
+    next((run / "checkpoints" / "step-00000006").glob("*rank_1*")).unlink()
+    with pytest.raises(UserError, match=r"step-00000006 lacks what rank\(s\) 1 of 2 wrote"):
+        extract_head(ExtractOptions(str(run), step=6))
+
+
+def test_the_best_checkpoint_is_there_and_gives_the_runs_own_head(folder: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(recipe(folder, run, **{"optim.lr": 0.03, "log.validate_every": 1, "log.keep": 1, "optim.ema": 0.5}))
+    best = json.loads((run / "run.json").read_text())["steps"]["head"]
+    assert best < 8, "the last step is the best: this proves nothing"
+    assert files(extract_head(ExtractOptions(str(run), step=best))) == files(run / "head")
+
+
+def test_a_step_and_a_folder_can_be_chosen(finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = extract_head(ExtractOptions(str(finished), step=6, out=str(tmp_path / "mine")))
+    assert out == tmp_path / "mine"
+    assert json.loads((out / "config.json").read_text())["meta"]["steps"] == 6
+    assert capsys.readouterr().out.splitlines() == [
+        f"head of step 6: {out}",
+        f"measure it:      spechead eval --head {out}",
+    ]
+
+
+def test_mistakes_are_one_line(finished: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no checkpoint of step 7 in .* \(there are 6, 8\)"):
+        extract_head(ExtractOptions(str(finished), step=7))
+    with pytest.raises(UserError, match=r"nowhere is not the folder of a run: it holds no recipe\.json"):
+        extract_head(ExtractOptions(str(tmp_path / "nowhere")))
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    shutil.copy(finished / "recipe.json", begun)
+    with pytest.raises(UserError, match="no checkpoint in "):
+        extract_head(ExtractOptions(str(begun)))
+
+
+@pytest.mark.parametrize(
+    ("part", "name", "value", "message"),
+    [
+        ("facts", "target", "0" * 64, "has other weights now"),
+        ("head", "options", {"draft_vocab_size": 32, "steps": 2}, "do not fit: .*size mismatch for d2t"),
+        ("target", "nmae", "x", "not a recipe as this version writes it: .*nmae"),
+    ],
+)
+def test_a_run_that_is_not_what_it_was_is_refused(
+    part: str, name: str, value: object, message: str, finished: Path, tmp_path: Path
+) -> None:
+    tree = json.loads((finished / "recipe.json").read_text())
+    tree[part][name] = value
+    (tmp_path / "recipe.json").write_text(json.dumps(tree))
+    (tmp_path / "checkpoints").symlink_to(finished / "checkpoints")
+    with pytest.raises(UserError, match=message) as refused:
+        extract_head(ExtractOptions(str(tmp_path)))
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "head-step-8").exists()
+
+
+class Harmful:
+    """What a pickle from elsewhere may do when it is read carelessly."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("kind", ["harmful", "cut", "absent"])
+def test_a_file_that_is_no_checkpoint_is_not_obeyed(kind: str, finished: Path, tmp_path: Path) -> None:
+    shutil.copy(finished / "recipe.json", tmp_path)
+    checkpoint = tmp_path / "checkpoints" / "step-00000008"
+    shutil.copytree(finished / "checkpoints" / "step-00000008", checkpoint)
+    file = checkpoint / "mp_rank_00_model_states.pt"
+    if kind == "harmful":
+        torch.save({"module": Harmful(tmp_path / "done")}, file)
+    elif kind == "cut":
+        file.write_bytes(file.read_bytes()[:5000])
+    else:
+        file.unlink()
+    with pytest.raises(UserError, match=r"cannot read .*mp_rank_00_model_states\.pt: (it is damaged|no such file)"):
+        extract_head(ExtractOptions(str(tmp_path)))
+    assert not (tmp_path / "done").exists()

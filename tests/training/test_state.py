@@ -1,0 +1,122 @@
+"""Which validation was best, and when a run stops: sequences made by hand, and runs whose validations find them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from spechead.errors import UserError
+from spechead.training.engine import checkpoints, saved_masters, step_of
+from spechead.training.log import read_log
+from spechead.training.running_metrics import Window
+from spechead.training.state import TrainState
+from spechead.training.train import Run, train, train_step
+from tests.helpers.training import files, recipe, weights, write_tiny
+
+
+def standing(*lengths: float) -> TrainState:
+    """Validations after steps 10, 20, ..."""
+    return TrainState(validations=[(10 * (i + 1), length) for i, length in enumerate(lengths)])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "best"),
+    [((), 0), ((1.5,), 10), ((1.5, 1.7, 1.6), 20), ((1.5, 1.7, 1.7), 20), ((1.0, 1.0, 1.0), 10)],
+)
+def test_the_best_is_the_first_of_the_greatest(lengths: tuple[float, ...], best: int) -> None:
+    assert standing(*lengths).best == best
+
+
+@pytest.mark.parametrize(
+    ("lengths", "patience", "stops_after"),
+    [
+        ((1.5, 1.7, 1.6, 1.6, 1.9), 2, 4),  # the better one would have come too late
+        ((1.5, 1.7, 1.6, 1.8, 1.8, 1.7), 2, 6),  # an improvement starts the count anew; an equal one is none
+        ((1.5, 1.4), 1, 2),
+        ((1.5, 1.6, 1.7), 1, None),
+        ((1.5, 1.4, 1.3, 1.2), 0, None),
+    ],
+)
+def test_patience_ends_with_validations_without_improvement(
+    lengths: tuple[float, ...], patience: int, stops_after: int | None
+) -> None:
+    over = (n for n in range(len(lengths) + 1) if standing(*lengths[:n]).over(patience))
+    assert next(over, None) == stops_after
+
+
+VALIDATED = {1: 1.5, 2: 2.0, 3: 1.9, 4: 1.8, 5: 2.0, 6: 2.1}  # acceptance length by step
+AS_VALIDATED = {"optim.steps": 6, "log.validate_every": 1, "log.checkpoint_every": 3, "log.keep": 1, "optim.ema": 0.9}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def validated(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
+    """What validations find, by step; where it holds no such step, the run is killed."""
+    found = dict(VALIDATED)
+    steps: list[int] = []
+
+    def step(run: Run, now: TrainState, window: Window) -> None:
+        steps.append(now.step + 1)
+        train_step(run, now, window)
+
+    monkeypatch.setattr("spechead.training.train.train_step", step)
+    monkeypatch.setattr("spechead.training.train.validate", lambda run, step: {"acceptance_length": found[steps[-1]]})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("patience", "best", "last", "head"),
+    [(0, "true", 6, 6), (2, "true", 4, 2), (3, "true", 5, 2), (2, "false", 4, 4)],
+)
+def test_a_run_stops_and_its_head_is_the_best(
+    patience: int, best: str, last: int, head: int, validated: dict[int, float], folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "run"
+    train(recipe(folder, out, **AS_VALIDATED | {"optim.patience": patience, "log.best": best}))
+    assert [row["step"] for row in read_log(out)] == list(range(1, last + 1))
+    assert json.loads((out / "head" / "config.json").read_text())["meta"]["steps"] == head
+    assert json.loads((out / "run.json").read_text())["steps"] == {"trained": last, "head": head}
+    assert {step_of(path) for path in checkpoints(out / "checkpoints")} == {last, 6 if last == 6 else 2}
+    at_head = saved_masters(out / "checkpoints" / f"step-{head:08d}")
+    for name, tensor in weights(out).items():
+        assert torch.equal(tensor, at_head[f"head.{name}"]), name
+
+
+@pytest.mark.parametrize("killed_at", [2, 4])
+def test_a_run_killed_around_its_best_ends_as_if_it_had_not_been(
+    killed_at: int, validated: dict[int, float], folder: Path, tmp_path: Path
+) -> None:
+    changes = AS_VALIDATED | {"optim.patience": 3}
+    train(recipe(folder, tmp_path / "straight", **changes))
+    out = tmp_path / "killed"
+    del validated[killed_at]
+    with pytest.raises(KeyError):
+        train(recipe(folder, out, **changes))
+    validated |= VALIDATED
+    train(recipe(folder, out, **changes))
+    assert files(out / "head") == files(tmp_path / "straight" / "head")
+    assert [row["step"] for row in read_log(out)] == list(range(1, 6))
+
+
+def test_a_run_killed_at_its_very_end_needs_its_best_checkpoint(
+    validated: dict[int, float], folder: Path, tmp_path: Path
+) -> None:
+    out, changes = tmp_path / "run", AS_VALIDATED | {"optim.patience": 2}
+    train(recipe(folder, out, **changes))
+    finished = files(out / "head")
+    shutil.rmtree(out / "head")
+    (out / "run.json").unlink()
+    train(recipe(folder, out, **changes))
+    assert files(out / "head") == finished
+    (out / "run.json").unlink()
+    shutil.rmtree(out / "checkpoints" / "step-00000002")
+    with pytest.raises(UserError, match=r"no checkpoint .*step-00000002"):
+        train(recipe(folder, out, **changes))
