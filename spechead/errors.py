@@ -1,5 +1,4 @@
-"""The one exception that stands for a mistake of the user, and one line of any other. Knows nothing of where it is
-printed."""
+"""The exception for mistakes of the user, and one line of any other exception."""
 
 
 class UserError(Exception):
@@ -7,6 +6,6 @@ class UserError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line that another's exception says, for the end of a `UserError`; its class where it says nothing."""
+    """The first line of a library's exception, for the end of a `UserError`; its class where it has no message."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip() if lines else type(error).__name__

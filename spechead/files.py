@@ -1,4 +1,5 @@
-"""Write files and folders whole or not at all, read JSON and JSONL, lock a folder, and find shipped files.
+"""Write files and folders whole or not at all, read JSON and JSONL, lock a folder, check that a run is resumed with
+the same settings, and find shipped files.
 
 A write goes to a temporary name in the same folder and is renamed, so that a killed run or a full disk never leaves
 half a file under the final name.
@@ -35,12 +36,12 @@ REASONS = {
 
 
 def reason(error: OSError) -> str:
-    """Say in a few words what the operating system refused."""
+    """Describe in a few words why the operating system refused."""
     return REASONS.get(error.errno or 0, error.strerror or str(error))
 
 
 def make_folder(folder: Path) -> None:
-    """Make `folder` and its parents; a UserError names the folder that could not be made."""
+    """Create `folder` and its parents; a UserError names the folder that could not be created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -48,7 +49,7 @@ def make_folder(folder: Path) -> None:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Raise the UserError of `make_folder` where that would fail, and make nothing."""
+    """Raise the UserError of `make_folder` where that would fail; create nothing."""
     place = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not place.is_dir() or not os.access(place, os.W_OK):
         why = "permission denied" if place.is_dir() else f"{place} is a file"
@@ -57,9 +58,9 @@ def refuse_unwritable(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, option: str) -> Iterator[None]:
-    """Hold `folder` against other processes of this machine; UserError where one of them holds it.
+    """Lock `folder` against other processes of this machine; UserError where one of them has locked it.
 
-    The lock ends with the process, however that ends. `option`: where the folder came from.
+    The lock ends with the process, however that ends. `option`: the option that named the folder.
     """
     lock = FileLock(folder / ".lock", timeout=0)
     try:
@@ -80,7 +81,7 @@ def locked(folder: Path, option: str) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; what the body writes there, a file or a folder, becomes `path` at its end.
 
-    Where the body raises, nothing is left of it and an earlier `path` stays as it was. An OSError becomes a UserError.
+    If the body raises, nothing is left of it and an earlier `path` is unchanged. An OSError becomes a UserError.
     """
     path = Path(os.path.abspath(path))
     make_folder(path.parent)
@@ -109,7 +110,7 @@ def remove(path: Path) -> None:
 
 
 def flush(path: Path) -> None:
-    """Return when the disk holds what was written to a file, or to all files in a folder; raises OSError."""
+    """Write a file, or all files in a folder, through to the disk; raises OSError."""
     for file in [path] if path.is_file() else [inside for inside in path.rglob("*") if inside.is_file()]:
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
@@ -122,12 +123,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON; NaN and infinity are refused, since JSON has no word for them."""
+    """Write `value` as indented JSON; NaN and infinity are refused, since JSON cannot express them."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_json(path: Path) -> Any:
-    """Read one JSON value; a UserError names the file when it is missing, unreadable or not JSON."""
+    """Read one JSON value; a UserError names the file if it is missing, unreadable or not JSON."""
     try:
         return json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -157,12 +158,14 @@ def read_jsonl(path: Path, what: str) -> Iterator[tuple[str, Any]]:
 # ------------------------------------------------------------------------------------------------ resuming
 
 
-def difference(mine: dict[str, Any], theirs: dict[str, Any], free: Sequence[str] = ()) -> tuple[str, Any, Any] | None:
-    """The first dotted name whose value differs between two trees of settings, with both values (None: not there).
+def difference(
+    settings: dict[str, Any], earlier: dict[str, Any], free: Sequence[str] = ()
+) -> tuple[str, Any, Any] | None:
+    """The first dotted name whose value differs between two trees of settings, with both values (None: missing).
 
     `free`: names that may differ; one that ends in a dot stands for all below it.
     """
-    now, before = flat(mine), flat(theirs)
+    now, before = flat(settings), flat(earlier)
     for name in sorted(now.keys() | before.keys()):
         ignored = any(name == one or (one.endswith(".") and name.startswith(one)) for one in free)
         if not ignored and now.get(name) != before.get(name):
@@ -171,29 +174,29 @@ def difference(mine: dict[str, Any], theirs: dict[str, Any], free: Sequence[str]
 
 
 def claim(path: Path, settings: dict[str, Any], *, free: Sequence[str] = (), remedy: str) -> None:
-    """Note in the JSON file `path` what a piece of work is, or refuse to go on with one that began otherwise.
+    """Write `settings` to the JSON file `path`, or raise UserError if its run was begun with other settings.
 
-    `free`: see `difference`. `remedy`: the end of the UserError.
+    `free`: see `difference`. `remedy`: the end of the message.
     """
     settings = json.loads(json.dumps(settings))
     if path.is_file():
         earlier = read_json(path)
-        found = difference(settings, earlier if isinstance(earlier, dict) else {}, free)
-        if found is not None:
-            name, now, before = found
+        changed = difference(settings, earlier if isinstance(earlier, dict) else {}, free)
+        if changed is not None:
+            name, now, before = changed
             raise UserError(f"{path.parent} was begun with {name} = {before!r}, now {now!r}: {remedy}")
     write_json(path, settings)
 
 
 def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree of settings as dotted names; tuples become lists, as JSON has them."""
-    found: dict[str, Any] = {}
+    """A tree of settings as dotted names; tuples become lists, as in JSON."""
+    leaves: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
-            found |= flat(value, f"{prefix}{name}.")
+            leaves |= flat(value, f"{prefix}{name}.")
         else:
-            found[prefix + name] = list(value) if isinstance(value, tuple) else value
-    return found
+            leaves[prefix + name] = list(value) if isinstance(value, tuple) else value
+    return leaves
 
 
 # ------------------------------------------------------------------------------------------------ shipped files
@@ -202,7 +205,7 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def shipped(name: str) -> Path:
     """Find a file that comes with spechead, such as "data/sample.jsonl" or "recipes/eagle3-smollm2.yaml".
 
-    An installed wheel keeps them under spechead/share; a checkout has them beside the package.
+    In an installed wheel they are under spechead/share; in a checkout, beside the package.
     """
     for root in (PACKAGE / "share", PACKAGE.parent):
         if (root / name).exists():

@@ -1,7 +1,8 @@
-"""What the numbers of spechead mean: acceptance, survival, speed-up and their intervals, each defined once.
+"""Acceptance length, survival, speed-up and their intervals: each number that spechead reports is defined here once.
 
-Knows nothing of models, heads, prompts or reports: it takes counts and seconds. docs/metrics.md explains the
-same definitions in words.
+Functions of counts and seconds; docs/metrics.md explains the same definitions in words.
+
+Legend: K depths, T rows (tokens of a text), C columns, P prompts.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ def survival(drafted: Sequence[int], accepted: Sequence[int]) -> list[float]:
 
 def conditional_acceptance(drafted: Sequence[int], accepted: Sequence[int]) -> list[float | None]:
     """cond_accept@k for k = 1, 2, ...: of the passes that offered depth k and accepted depths 1 to k-1, the
-    share that accepted depth k too; None where no pass came so far. Their running product is survival, where
+    share that accepted depth k too; None where no pass reached it. Their running product is survival, where
     every pass offers every depth."""
     passes = list(zip(drafted, accepted, strict=True))
     rates: list[float | None] = []
@@ -45,15 +46,15 @@ def conditional_acceptance(drafted: Sequence[int], accepted: Sequence[int]) -> l
 def walk(hits: Tensor, valid: Tensor) -> tuple[int, int]:
     """Passes and tokens of a chain, from teacher-forced flags walked as decoding walks them.
 
-    hits:  bool [K, T], hits[k, t]: the draft of depth k+1 started at row t equals the true token
-    valid: bool [T], the rows that stand for a token decoding would write, in one or more runs
+    hits:  bool [K, T], hits[k, t]: the draft of depth k+1 of a pass that starts at row t equals the true token
+    valid: bool [T], the rows of tokens that decoding would write, in one or more runs
 
         row      0  1  2  3  4  5
         depth 1  x  .  x  x  .  x      pass 1 at row 0 accepts 2, commits 3 tokens
         depth 2  x  .  .  x  .  .      pass 2 at row 3 accepts 2, commits 3 tokens: 2 passes, 6 tokens
 
     The plain mean over rows would overstate decoding: a pass starts where the last one failed, so that hard
-    rows start more passes than easy ones. The end of a run ends the text, and cuts its last pass.
+    rows start more passes than easy ones. The end of a run cuts its last pass.
     """
     accepted = hits.long().cumprod(0).sum(0).tolist()  # [T]
     rows = valid.tolist()
@@ -82,16 +83,16 @@ def interval(
 ) -> tuple[float, float] | None:
     """Bootstrap 95 % interval of a pooled statistic, resampling whole prompts: their passes go together.
 
-    Each column has one number a prompt; `statistic` gets the columns' sums over a resampled set of prompts,
-    as arrays with one entry a resample, and pools them. None if no resample gives a number.
+    Each column has one number per prompt; `statistic` receives the columns' sums over a resampled set of prompts,
+    as arrays with one entry per resample, and pools them. None if no resample gives a finite number.
     """
     values = np.asarray(columns, dtype=np.float64)  # [C, P]
     prompts = values.shape[1]
     if prompts == 0:
         return None
-    picked = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
+    drawn = np.random.default_rng(seed).integers(prompts, size=(RESAMPLES, prompts))
     with np.errstate(divide="ignore", invalid="ignore"):
-        results = np.asarray(statistic(*values[:, picked].sum(-1)))  # [RESAMPLES]
+        results = np.asarray(statistic(*values[:, drawn].sum(-1)))  # [RESAMPLES]
     results = results[np.isfinite(results)]
     if results.size == 0:
         return None

@@ -26,9 +26,9 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Range:
-    """The values that a numeric option may have, as its annotation says: `decay: Annotated[float, Range(0)] = 0.8`.
+    """The values that a numeric option may have, given in its annotation: `decay: Annotated[float, Range(0)] = 0.8`.
 
-    Of a list, those of each of its numbers. `least` and `most` are included, `above` and `below` are not.
+    For a list it applies to each number. `least` and `most` are included, `above` and `below` are not.
     """
 
     least: float = -math.inf
@@ -36,7 +36,7 @@ class Range:
     above: float = -math.inf
     most: float = math.inf
 
-    def holds(self, value: Any) -> bool:
+    def allows(self, value: Any) -> bool:
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         return number and self.least <= value <= self.most and self.above < value < self.below
 
@@ -50,7 +50,7 @@ class Range:
 
 
 def check_ranges(options: Any, prefix: str = "") -> None:
-    """Raise UserError for the first option of a dataclass, or of those in it, that is outside its `Range`."""
+    """Raise UserError for the first option of a dataclass, or of a dataclass in it, that is outside its `Range`."""
     hints = typing.get_type_hints(type(options), include_extras=True)
     for field in dataclasses.fields(options):
         name, value = prefix + field.name, getattr(options, field.name)
@@ -58,12 +58,12 @@ def check_ranges(options: Any, prefix: str = "") -> None:
             check_ranges(value, f"{name}.")
         values = value if isinstance(value, list | tuple) else [value]
         for limits in getattr(hints[field.name], "__metadata__", ()):
-            if isinstance(limits, Range) and not all(map(limits.holds, values)):
+            if isinstance(limits, Range) and not all(map(limits.allows, values)):
                 raise UserError(f"option {name}: must be {limits}, got {value}")
 
 
 class Options:
-    """Base of the dataclasses that hold a command's options; made by the command line or in Python, checked alike."""
+    """Base of the dataclasses of a command's options: checked alike from the command line and from Python."""
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -71,14 +71,14 @@ class Options:
 
 def parse(cls: type[T], argv: Sequence[str], prog: str, *, positional: bool = False, config: str | None = None) -> T:
     """Build `cls` from flags. `positional`: its required fields are bare words. `config`: the path of a YAML
-    file whose values the flags override ("" where the command has --config and none is given)."""
+    file whose values the flags override ("": the command has --config, but it was not given)."""
     set_parsing_settings(docstring_parse_attribute_docstrings=True)
     hints = leaf_types(cls)
     parser = ArgumentParser(prog=prog, exit_on_error=False, allow_abbrev=False)
     if config is not None:
         parser.add_argument("--config", action="config", help="YAML file with the values below; flags override it.")
     parser.add_class_arguments(cls, as_positional=positional)
-    flags = spell_out(argv, hints)
+    flags = normalise_flags(argv, hints)
     if config:
         refuse_unknown_keys(Path(config), hints)
         flags = ["--config", config, *flags]
@@ -90,8 +90,8 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, *, positional: bool = Fa
 
 
 def convert(cls: type, values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Give `values` the types of the fields of `cls` that they name; a UserError names the first that is
-    not a field or does not fit, with `prefix` before it."""
+    """Convert `values` to the types of the fields of `cls` that they name; a UserError names the first that is
+    not a field or has another type, after `prefix`."""
     hints = leaf_types(cls)
     parser = ArgumentParser(exit_on_error=False)
     for name in values:
@@ -107,18 +107,18 @@ def convert(cls: type, values: dict[str, Any], prefix: str = "") -> dict[str, An
 def leaf_types(cls: type, prefix: str = "") -> dict[str, Any]:
     """Map every dotted option name of a tree of dataclasses to its type."""
     hints = typing.get_type_hints(cls)
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for field in dataclasses.fields(cls):
         name, hint = prefix + field.name, hints[field.name]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            found.update(leaf_types(hint, name + "."))
+            leaves.update(leaf_types(hint, name + "."))
         else:
-            found[name] = hint
-    return found
+            leaves[name] = hint
+    return leaves
 
 
-def spell_out(argv: Sequence[str], hints: dict[str, Any]) -> list[str]:
-    """Bring the usual spellings to the one the parser knows.
+def normalise_flags(argv: Sequence[str], hints: dict[str, Any]) -> list[str]:
+    """Rewrite the usual spellings of flags to the one that the parser accepts.
 
     --max-new-tokens 5     ->  --max_new_tokens=5
     --flag                 ->  --flag=true        (a yes-or-no option not followed by true or false)
@@ -142,7 +142,7 @@ def spell_out(argv: Sequence[str], hints: dict[str, Any]) -> list[str]:
         elif has_value and not equals and name in hints:
             value = words.pop(0)
         if name not in hints or not has_value:
-            flags.append(f"--{name}{equals}{value}")  # for the parser to understand or refuse
+            flags.append(f"--{name}{equals}{value}")  # for the parser to accept or refuse
         elif is_list(hints[name]) and not value.startswith("["):
             lists.setdefault(name, []).append(value)
         else:
@@ -151,13 +151,13 @@ def spell_out(argv: Sequence[str], hints: dict[str, Any]) -> list[str]:
 
 
 def is_list(hint: Any) -> bool:
-    """Whether an option may hold any number of texts."""
+    """Whether an option takes any number of strings."""
     either = typing.get_origin(hint) in (typing.Union, types.UnionType)
     return any(one in (list[str], tuple[str, ...]) for one in (typing.get_args(hint) if either else [hint]))
 
 
 def refuse_unknown_keys(path: Path, hints: dict[str, Any]) -> None:
-    """Read the YAML file and name its first key that no option has. A key that holds a free mapping may
+    """Raise UserError for the first key of the YAML file that is no option. A key whose value is a free mapping may
     have any keys below it."""
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -166,7 +166,7 @@ def refuse_unknown_keys(path: Path, hints: dict[str, Any]) -> None:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(tree, dict):
-        raise UserError(f"{path} holds no options: expected lines such as 'seed: 0'")
+        raise UserError(f"{path}: contains no options, expected lines such as 'seed: 0'")
 
     def walk(node: dict[Any, Any], prefix: str) -> None:
         for key, value in node.items():
@@ -175,7 +175,7 @@ def refuse_unknown_keys(path: Path, hints: dict[str, Any]) -> None:
             if name not in hints and not below:
                 raise UserError(f"unknown key {name} in {path}{nearest(name, hints)}")
             if below and not isinstance(value, dict):
-                raise UserError(f"key {name} in {path} must hold options of its own: {', '.join(below)}")
+                raise UserError(f"key {name} in {path} must contain options: {', '.join(below)}")
             if below:
                 walk(value, name + ".")
 
@@ -183,7 +183,7 @@ def refuse_unknown_keys(path: Path, hints: dict[str, Any]) -> None:
 
 
 def nearest(name: str, hints: dict[str, Any]) -> str:
-    """Offer the existing option that a misspelt one most resembles, else the ones of its group."""
+    """Suggest the existing option most similar to a misspelt one, else list those of its group."""
     close = difflib.get_close_matches(name, hints, n=1, cutoff=0.7)
     if close:
         return f" (did you mean {close[0]}?)"
@@ -192,7 +192,7 @@ def nearest(name: str, hints: dict[str, Any]) -> str:
 
 
 def readable(message: str, hints: dict[str, Any]) -> str:
-    """Put the parser's complaint into one line of plain words."""
+    """Rewrite the parser's error message as one plain line."""
     message = " ".join(message.split())
     message = re.sub(r"<class '([\w.]+)'>", r"\1", message).replace("typing.", "")
     unknown = re.match(r"unrecognized arguments: (?:--)?([\w.+]+)", message)

@@ -17,13 +17,11 @@ PLAIN_INTERVAL_S = 10.0
 class Progress:
     """A bar with rate and remaining time on a terminal; elsewhere a line every ten seconds and a last one.
 
-    `done` is what an earlier run already did: it counts towards the total and not towards the rate.
-    A `quiet` one shows nothing (every process but the first of a distributed job).
+    `done`: units finished by an earlier run; they count towards the total and not towards the rate.
+    `quiet`: show nothing (every process but the first of a distributed job).
     """
 
-    def __init__(
-        self, title: str, total: int | None, unit: str = "step", *, done: int = 0, quiet: bool = False
-    ) -> None:
+    def __init__(self, title: str, total: int, unit: str = "step", *, done: int = 0, quiet: bool = False) -> None:
         self.title, self.total, self.unit = title, total, unit
         self.done, self.note = done, ""
         self._first = done
@@ -54,11 +52,11 @@ class Progress:
         """`120/400 step | 2.1 step/s | 2:13 left | loss 3.21`"""
         elapsed = time.monotonic() - self._started
         fresh = self.done - self._first
-        parts = [f"{self.done}/{self.total} {self.unit}" if self.total is not None else f"{self.done} {self.unit}"]
+        parts = [f"{self.done}/{self.total} {self.unit}"]
         if fresh > 0 and elapsed > 0:
             rate = fresh / elapsed
             parts.append(f"{rate:.1f} {self.unit}/s" if rate >= 1 else f"{1 / rate:.1f} s/{self.unit}")
-            if self.total is not None and self.done < self.total:
+            if self.done < self.total:
                 parts.append(f"{clock((self.total - self.done) / rate)} left")
             else:
                 parts.append(f"{clock(elapsed)} in all")

@@ -123,11 +123,11 @@ def test_yaml_with_flags_over_it(tmp_path: Path) -> None:
         ("inner:\n  lrr: 1\n", r"unknown key inner.lrr in .*r.yaml \(did you mean inner.lr\?\)"),
         ("innner: {lr: 1}\n", r"unknown key innner in .*r.yaml"),
         ("inner:\n  lr: fast\n", "option inner.lr: expected float, got fast"),
-        ("inner: 3\n", "key inner in .*r.yaml must hold options of its own: inner.lr, inner.shape"),
-        ("inner:\n", "key inner in .*r.yaml must hold options of its own"),
+        ("inner: 3\n", "key inner in .*r.yaml must contain options: inner.lr, inner.shape"),
+        ("inner:\n", "key inner in .*r.yaml must contain options"),
         ("a: [1\n", r"r.yaml is not valid YAML: .*line 2"),
-        ("- 1\n", "r.yaml holds no options"),
-        ("", "r.yaml holds no options"),
+        ("- 1\n", "r.yaml: contains no options"),
+        ("", "r.yaml: contains no options"),
     ],
 )
 def test_bad_yaml_is_one_line(tmp_path: Path, text: str, message: str) -> None:

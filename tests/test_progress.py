@@ -53,13 +53,5 @@ def test_quiet_progress_shows_nothing(ticking: Clock, capsys: pytest.CaptureFixt
     assert capsys.readouterr() == ("", "")
 
 
-def test_progress_without_a_total(ticking: Clock) -> None:
-    with Progress("read", total=None, unit="row", quiet=True) as progress:
-        assert progress.state() == "0 row"
-        ticking.now += 2
-        progress.advance(10)
-        assert progress.state() == "10 row | 5.0 row/s | 0:02 in all"
-
-
 def test_clock() -> None:
     assert [clock(0.4), clock(59.6), clock(133), clock(3733)] == ["0:00", "1:00", "2:13", "1:02:13"]
