@@ -111,7 +111,7 @@ def step(head: Head, length: int) -> None:
     batch = Batch(ids, whole, torch.arange(length, device=device)[None], torch.zeros_like(ids), [0])
     hidden = torch.randn(1, length, size, device=device)
     features = torch.randn(1, length, size * len(head.taps), device=device)
-    head.training_step(batch, TargetOutput(hidden, features))[0].backward()
+    head.training_step(batch, TargetOutput(hidden, features)).loss.backward()
     head.zero_grad()
 
 

@@ -32,7 +32,15 @@ class Hits:
     """Which drafts would have been accepted, had decoding started a pass at each row (the text is the target's own)."""
 
     correct: Tensor  # bool [K, B, T]: the draft of depth k+1 started at row t is the text's token t+2+k
-    valid: Tensor  # bool [B, T]: token t+2 exists and is supervised
+    supervised: Tensor  # bool [K, B, T]: that token exists in the same document and is supervised
+
+
+@dataclass
+class StepLoss:
+    """What a head's training step returns."""
+
+    loss: Tensor  # float [], summed over supervised positions
+    hits: Hits
 
 
 def ahead(batch: Batch, n: int) -> tuple[Tensor, Tensor]:
@@ -163,8 +171,8 @@ class Head(nn.Module, ABC):
         """Start from the target's weights where that helps; the target must not be packed yet."""
 
     @abstractmethod
-    def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
-        """The loss summed over supervised positions, and what the drafts would have done."""
+    def training_step(self, batch: Batch, out: TargetOutput) -> StepLoss:
+        """The loss of a batch, given the target's hidden states, and which drafts would have been accepted."""
 
     @abstractmethod
     def new_state(self, prompt: Tensor) -> Any:

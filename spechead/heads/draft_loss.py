@@ -54,12 +54,14 @@ class DraftLoss:
     """Of one training step: which rows count at each depth, their loss, and which drafts would have been accepted."""
 
     def __init__(self, head: Head, batch: Batch, out: TargetOutput, loss: Loss) -> None:
-        self._head, self._batch, self._loss = head, batch, loss
+        self._head, self._loss = head, loss
         self.rows: list[Tensor] = []  # at k, bool [B, T]: rows whose draft of depth k + 1 is supervised and can be made
         self._labels: list[Tensor] = []  # at k, int64 [n]: their tokens, as draft ids
+        self._supervised: list[Tensor] = []  # at k, bool [B, T]
         for k in range(head.scored_depth):
             ids, supervised = ahead(batch, 2 + k)
             labels, inside = head.to_draft(ids)
+            self._supervised.append(supervised)
             self.rows.append(supervised & inside)
             self._labels.append(labels[self.rows[k]])
         predicts = ahead(batch, 1)[1]  # [B, T]
@@ -92,7 +94,7 @@ class DraftLoss:
 
     @property
     def hits(self) -> Hits:
-        return Hits(self._correct, ahead(self._batch, 2)[1])
+        return Hits(self._correct, torch.stack(self._supervised))
 
     @torch.no_grad()
     def _teacher(self, states: Tensor) -> Tensor:

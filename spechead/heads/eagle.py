@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from spechead.data.dataset import Batch
 from spechead.decoding.tree import Dynamic
 from spechead.errors import UserError
-from spechead.heads.base import Hits, ahead, noise_of
+from spechead.heads.base import StepLoss, ahead, noise_of
 from spechead.heads.decoder_shape import DecoderShape
 from spechead.heads.draft_loss import DraftLoss, TeacherRows
 from spechead.heads.layers import Attend
@@ -109,7 +109,7 @@ class Eagle(UnrolledHead):
             hidden = layer(hidden, positions, attend)
         return hidden
 
-    def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
+    def training_step(self, batch: Batch, out: TargetOutput) -> StepLoss:
         """At step s row t predicts feature t+1+s and with it token t+2+s, from its own feature of the step before.
 
         Features are learned at every supervised row, distributions where the token is in the draft vocabulary.
@@ -127,7 +127,7 @@ class Eagle(UnrolledHead):
             supervised = ahead(batch, 2 + step)[1]  # [B, T]
             regression = feature_regression(hidden[supervised], features.behind(supervised, 1 + step))
             loss = loss + c.step_decay**step * (c.feature_weight * regression + distilled)
-        return loss, judge.hits
+        return StepLoss(loss, judge.hits)
 
     def _distillation(self, logits: Tensor, _: Tensor, teacher: Tensor) -> Tensor:
         """What the logits [n, D] of a step are trained on; those of the target are `teacher` [n, D]."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from spechead.data.dataset import Batch
 from spechead.errors import UserError
-from spechead.heads.base import Hits
+from spechead.heads.base import StepLoss
 from spechead.heads.decoder_shape import DecoderShape, start_near_identity, take_over
 from spechead.heads.draft_loss import DraftLoss
 from spechead.heads.layers import Attend, GatedMLP, RMSNorm
@@ -141,7 +141,7 @@ class Eagle3(UnrolledHead):
             hidden = layer(hidden, positions, attend)
         return self.norm(hidden) if self.config.norm_output else hidden
 
-    def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
+    def training_step(self, batch: Batch, out: TargetOutput) -> StepLoss:
         """Unrolled drafting: at step s row t reads token t+1+s and predicts token t+2+s.
 
         Its hidden state is the last step's.
@@ -154,7 +154,7 @@ class Eagle3(UnrolledHead):
             if step < c.steps:
                 weight = c.step_weights[step] if c.step_weights else c.step_decay**step
                 loss = loss + weight * judged
-        return loss, judge.hits
+        return StepLoss(loss, judge.hits)
 
     def _logits(self, hidden: Tensor) -> Tensor:  # [n, H] -> [n, D]
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))

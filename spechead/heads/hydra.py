@@ -28,7 +28,7 @@ from spechead.decoding.grow import grow
 from spechead.decoding.sampling import Drawing
 from spechead.decoding.tree import Plan, Tree
 from spechead.heads.attention import CachedAttention, UnrolledAttention, causal_after
-from spechead.heads.base import Hits, ahead, noise_of
+from spechead.heads.base import StepLoss, ahead, noise_of
 from spechead.heads.decoder_shape import DecoderShape, start_near_identity
 from spechead.heads.draft_loss import DraftLoss
 from spechead.heads.losses import loss_named
@@ -104,7 +104,7 @@ class Hydra(ResidualHead):
     def head_logits(self, inputs: Tensor, k: int) -> Tensor:  # [..., (k+2)*H] -> [..., D]
         return self.output(self.heads[k](inputs, lambda x: x), k)
 
-    def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
+    def training_step(self, batch: Batch, out: TargetOutput) -> StepLoss:
         """Σ_k decay^k loss of head k, which reads the text's own tokens.
 
         It runs over the rows whose token ahead(2 + k) is supervised and in the draft vocabulary.
@@ -121,7 +121,7 @@ class Hydra(ResidualHead):
             inputs = torch.cat([hidden[rows], *map(self._embed, tokens)], -1)  # [n, (k+2)*H]
             states = self.heads[k](inputs, drop)  # [n, H]
             loss = loss + self.config.decay**k * judge.loss(k, states, partial(self.output, k=k))
-        return loss, judge.hits
+        return StepLoss(loss, judge.hits)
 
     def new_state(self, prompt: Tensor) -> KVBuffer | None:
         """Keys and values of the prefix layer for the rows of the text so far, made from the target's true states."""

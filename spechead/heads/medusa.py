@@ -18,7 +18,7 @@ from spechead.data.dataset import Batch
 from spechead.decoding.grow import grow
 from spechead.decoding.sampling import Drawing
 from spechead.decoding.tree import Plan, Tree
-from spechead.heads.base import Hits, targets_size
+from spechead.heads.base import StepLoss, targets_size
 from spechead.heads.draft_loss import DraftLoss
 from spechead.heads.losses import LOSSES
 from spechead.heads.residual import Block, ResidualHead
@@ -62,7 +62,7 @@ class Medusa(ResidualHead):
     def head_logits(self, hidden: Tensor, k: int) -> Tensor:  # [..., H] -> [..., D]
         return self.output(self.blocks[k](hidden), k)
 
-    def training_step(self, batch: Batch, out: TargetOutput) -> tuple[Tensor, Hits]:
+    def training_step(self, batch: Batch, out: TargetOutput) -> StepLoss:
         """Σ_k λ^k cross-entropy of head k.
 
         It runs over the rows whose token ahead(2 + k) is supervised and in the draft vocabulary.
@@ -72,7 +72,7 @@ class Medusa(ResidualHead):
         for k in range(self.config.n_heads):
             states = self.blocks[k](out.hidden[judge.rows[k]].to(self.dtype))  # [n, H]
             loss = loss + self.config.decay**k * judge.loss(k, states, partial(self.output, k=k))
-        return loss, judge.hits
+        return StepLoss(loss, judge.hits)
 
     def new_state(self, prompt: Tensor) -> None:
         return None

@@ -33,7 +33,8 @@ class TrainingModule(nn.Module):
 
     def forward(self, batch: Batch, progress: float = 1.0) -> tuple[Tensor, Hits, Tensor | None]:
         """The loss summed over supervised positions, the hits, and what the loss is made of: see `JointModule`."""
-        return *self.head.training_step(batch, self.remembered(batch)), None
+        step = self.head.training_step(batch, self.remembered(batch))
+        return step.loss, step.hits, None
 
     def remembered(self, batch: Batch) -> TargetOutput:
         """What the frozen target says of the batch, computed once while memory lasts."""
@@ -75,13 +76,13 @@ class JointModule(TrainingModule):
         In the second, the loss comes with L_head and L_target, [2], without a gradient.
         """
         if progress < 0:  # a zero gradient, so that every rank and optimizer sees the same parameters
-            loss, hits = self.head.training_step(batch, self.remembered(batch))
-            return loss + 0.0 * sum(p.float().sum() for p in self.adapter_parameters), hits, None
+            step = self.head.training_step(batch, self.remembered(batch))
+            return step.loss + 0.0 * sum(p.float().sum() for p in self.adapter_parameters), step.hits, None
         out = self.target_output(batch, gradient=torch.is_grad_enabled())
-        of_head, hits = self.head.training_step(batch, out)
+        step = self.head.training_step(batch, out)
         of_target = self.target_loss(batch, out)
-        loss = head_weight(self.config, progress) * of_head + of_target
-        return loss, hits, torch.stack([of_head, of_target]).detach()
+        loss = head_weight(self.config, progress) * step.loss + of_target
+        return loss, step.hits, torch.stack([step.loss, of_target]).detach()
 
     def remembered(self, batch: Batch) -> TargetOutput:
         with self.adapter.off():

@@ -13,7 +13,7 @@ from torch import Tensor
 from spechead import metrics
 from spechead.data.dataset import Batch
 from spechead.heads import Head
-from spechead.heads.base import Hits, ahead
+from spechead.heads.base import Hits
 from spechead.training.engine import Ranks
 
 
@@ -39,10 +39,11 @@ class Window:
             self._parts += torch.tensor([*parts.tolist(), supervised])
         self._outside += int((batch.supervised & ~self._head.to_draft(batch.ids)[1]).sum())
         self._tokens += int((batch.document >= 0).sum())
-        self._correct += (hits.correct & hits.valid).sum((1, 2)).cpu()
-        self._rows += torch.stack([(hits.valid & ahead(batch, 2 + k)[1]).sum() for k in range(len(self._rows))]).cpu()
-        for row in range(hits.valid.shape[0]):
-            passes, committed = metrics.walk(hits.correct[:, row], hits.valid[row])
+        starts = hits.supervised[0]  # bool [B, T]: rows at which a pass can start
+        self._correct += (hits.correct & starts).sum((1, 2)).cpu()
+        self._rows += (hits.supervised & starts).sum((1, 2)).cpu()
+        for correct, valid in zip(hits.correct.unbind(1), starts, strict=True):
+            passes, committed = metrics.walk(correct, valid)
             self._passes += passes
             self._committed += committed
 

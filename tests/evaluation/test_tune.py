@@ -134,12 +134,12 @@ def test_rank_paths_tell_what_real_drafting_has_accepted(kind: str, target: Targ
 def test_what_training_counts_as_right_is_what_drafting_ranks_first(kind: str, target: Target) -> None:
     text = sample(target, 24)
     head = trained(kind, target, [text])
-    hits = step(head, collate([text], 64))[1]
+    hits = step(head, collate([text], 64)).hits
     [answer, _] = rank_paths(head, [text, text], head.scored_depth)
     right = 0
     for row, path in enumerate(answer, start=7):  # the root of the first pass is token 8, the answer's first
         for depth, rank in enumerate(path):
-            assert (rank == 0) == bool(hits.correct[depth, 0, row]), (row, depth)  # type: ignore[attr-defined]
+            assert (rank == 0) == bool(hits.correct[depth, 0, row]), (row, depth)
             right += rank == 0
     assert 10 < right < sum(map(len, answer))
 

@@ -58,14 +58,14 @@ def test_validation_judges_as_many_drafts_as_the_tree_asks_for(kind: str, target
     """However many steps training unrolls; the loss is of those alone."""
     batch = collate([sample(target)], 64)
     head = make_head(kind, target, steps=2)
-    losses, hits = {}, {}
+    results = {}
     for depth in (1, 2, 4):
         head.eval().tree = chain(depth)
-        losses[depth], hits[depth] = step(head, batch)
-        assert hits[depth].correct.shape[0] == depth
-    assert losses[2] == losses[4] != losses[1]
-    assert torch.equal(hits[2].correct, hits[4].correct[:2])
-    assert head.train().scored_depth == 2 and step(head, batch)[1].correct.shape[0] == 2
+        results[depth] = step(head, batch)
+        assert results[depth].hits.correct.shape[0] == depth
+    assert results[2].loss == results[4].loss != results[1].loss
+    assert torch.equal(results[2].hits.correct, results[4].hits.correct[:2])
+    assert head.train().scored_depth == 2 and step(head, batch).hits.correct.shape[0] == 2
 
 
 # ------------------------------------------------------------------------------------------------ alignment
@@ -100,13 +100,13 @@ def test_alignment_over_two_turns_and_two_documents() -> None:
 def test_prompt_and_padding_leave_the_loss_alone(kind: str, target: Target) -> None:
     head = make_head(kind, target)
     one, two = sample(target, seed=3), sample(target, seed=4)
-    alone = sum(float(step(head, collate([text], 64))[0].detach()) for text in (one, two))
+    alone = sum(float(step(head, collate([text], 64)).loss.detach()) for text in (one, two))
     packed = collate([one, two], 64)
     assert packed.ids.shape[0] == 1
     padded = collate([one, two], max(len(one.ids), len(two.ids)))
     assert padded.ids.shape[0] == 2
-    assert float(step(head, packed)[0].detach()) == pytest.approx(alone, rel=1e-5)
-    assert float(step(head, padded)[0].detach()) == pytest.approx(alone, rel=1e-5)
+    assert float(step(head, packed).loss.detach()) == pytest.approx(alone, rel=1e-5)
+    assert float(step(head, padded).loss.detach()) == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -120,7 +120,7 @@ def test_every_parameter_of_a_variant_gets_a_gradient(variant: str, make_variant
 
 
 def check_gradients(head: Head) -> None:
-    step(head, collate([sample(head.target)], 64))[0].backward()
+    step(head, collate([sample(head.target)], 64)).loss.backward()
     for name, parameter in head.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
@@ -169,7 +169,7 @@ def test_attention_a_few_rows_at_a_time_changes_nothing(
         head = make_head(kind, target)
         head.recompute = recompute
         with kept_for_backward() as sizes:
-            loss = step(head, batch)[0]
+            loss = step(head, batch).loss
         loss.backward()
         found.append((float(loss.detach()), [parameter.grad for parameter in head.parameters()]))
         width = batch.ids.shape[1]  # what is kept of the weights has a column for each row, and some for drafts
@@ -283,7 +283,7 @@ def test_saved_variants_come_back(variant: str, make_variant: Callable[[str], He
     assert again.config == head.config
     check_same(head, again)
     batch = collate([sample(head.target)], 64)
-    assert float(step(again, batch)[0]) == float(step(head.eval(), batch)[0].detach())
+    assert float(step(again, batch).loss) == float(step(head.eval(), batch).loss.detach())
 
 
 def check_same(head: Head, again: Head) -> None:

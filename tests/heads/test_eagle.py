@@ -83,7 +83,7 @@ def test_biases_follow_the_target(target: Target) -> None:
         head = make_head(owner, **options)
         assert {name for name in head.state_dict() if name.endswith("bias")} == expected
         assert head.config.attention_bias == bool(expected)
-        step(head, collate([sample(owner)], 64))[0].backward()
+        step(head, collate([sample(owner)], 64)).loss.backward()
         for name, parameter in head.named_parameters():
             assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
@@ -163,7 +163,7 @@ def test_the_loss_is_the_papers(target: Target) -> None:
             best = p.topk(5).indices
             expected += float(F.smooth_l1_loss(predicted, truth[t + 1]))
             expected += 0.1 * float(-(p * q.log()).sum()) + 0.5 * float(-(p * q.log())[best].sum())
-    assert float(step(head, batch)[0].detach()) == pytest.approx(expected, rel=1e-5)
+    assert float(step(head, batch).loss.detach()) == pytest.approx(expected, rel=1e-5)
 
 
 def test_steps_add_up_and_decay(target: Target) -> None:
@@ -171,7 +171,7 @@ def test_steps_add_up_and_decay(target: Target) -> None:
     losses = {}
     for steps, decay in ((1, 1.0), (2, 1.0), (2, 0.5)):
         head = make_head(target, noise=0.0, steps=steps, step_decay=decay)
-        losses[steps, decay] = float(step(head, batch)[0].detach())
+        losses[steps, decay] = float(step(head, batch).loss.detach())
     first, second = losses[1, 1.0], losses[2, 1.0] - losses[1, 1.0]
     assert second > 0
     assert losses[2, 0.5] == pytest.approx(first + 0.5 * second, rel=1e-5)
@@ -182,7 +182,7 @@ def test_detached_steps_keep_their_gradient_to_themselves(target: Target) -> Non
     found = {}
     for detach in (False, True):
         head = make_head(target, noise=0.0, steps=3, detach_steps=detach)
-        loss, _ = step(head, batch)
+        loss = step(head, batch).loss
         loss.backward()
         found[detach] = float(loss.detach()), head.fc.weight.grad
     assert found[True][0] == found[False][0]
@@ -197,10 +197,10 @@ def test_a_token_outside_the_draft_vocabulary_still_teaches_its_feature(target: 
     head = make_head(target, noise=0.0, draft_vocab_size=40)
     batch = collate([sample(target)], 64)
     head.set_vocabulary(torch.tensor(sorted(set(range(97)) - set(batch.ids[0].tolist()))[:40]))
-    loss, hits = step(head, batch)
+    result = step(head, batch)
     bare = make_head(target, noise=0.0, logit_weight=0.0)
-    assert float(loss.detach()) == pytest.approx(float(step(bare, batch)[0].detach()), rel=1e-6)
-    assert not hits.correct.any() and hits.valid.any()
+    assert float(result.loss.detach()) == pytest.approx(float(step(bare, batch).loss.detach()), rel=1e-6)
+    assert not result.hits.correct.any() and result.hits.supervised.any()
 
 
 # ------------------------------------------------------------------------------------------------ noise
@@ -214,9 +214,9 @@ def test_noise_is_uniform_and_for_training_alone(target: Target) -> None:
     assert 0.099 < off.max() <= 0.1 and -0.1 <= off.min() < -0.099 and not true.any()
     assert off.mean().abs() < 1e-3 and off.std() == pytest.approx(0.1 / math.sqrt(3), rel=0.02)
     quiet = make_head(target, noise=0.0)
-    expected = float(step(quiet, batch)[0].detach())
-    assert float(step(head, batch)[0].detach()) != expected
-    assert float(step(head.eval(), batch)[0].detach()) == expected
+    expected = float(step(quiet, batch).loss.detach())
+    assert float(step(head, batch).loss.detach()) != expected
+    assert float(step(head.eval(), batch).loss.detach()) == expected
 
 
 def test_noise_follows_the_seed_and_differs_between_calls_and_conversations(target: Target) -> None:

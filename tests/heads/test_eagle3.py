@@ -160,7 +160,7 @@ def test_each_layer_keeps_keys_of_its_own(target: Target, batch: Batch) -> None:
 
 def test_steps_weigh_as_told(target: Target, batch: Batch) -> None:
     def loss(**options: Any) -> float:
-        return float(step(make_head(target, **options), batch)[0].detach())
+        return float(step(make_head(target, **options), batch).loss.detach())
 
     first, second = loss(steps=1), loss(steps=2) - loss(steps=1)
     assert second > 0
@@ -174,7 +174,7 @@ def test_one_loss_is_another_up_to_the_teachers_entropy(target: Target, batch: B
     gradients = []
     for name in ("soft_ce", "kl"):
         head = make_head(target, loss=name)
-        step(head, batch)[0].backward()
+        step(head, batch).loss.backward()
         gradients.append([parameter.grad for parameter in head.parameters()])
     for one, other in zip(*gradients, strict=True):
         assert torch.allclose(one, other, rtol=1e-4, atol=1e-5 * float(one.abs().max()))
@@ -183,9 +183,9 @@ def test_one_loss_is_another_up_to_the_teachers_entropy(target: Target, batch: B
 @pytest.mark.parametrize("loss", ["tv", "lk_alpha", "lk_lambda"])
 def test_losses_of_acceptance_bring_acceptance(loss: str, target: Target, batch: Batch) -> None:
     head = make_head(target, loss=loss, draft_vocab_size=48)
-    before = float(step(head, batch)[0].detach())
+    before = float(step(head, batch).loss.detach())
     fit(head, batch, 20, lr=3e-3)
-    assert float(step(head, batch)[0].detach()) < 0.85 * before
+    assert float(step(head, batch).loss.detach()) < 0.85 * before
 
 
 def test_eagle_3_1_of_two_layers_learns_a_text(target: Target) -> None:

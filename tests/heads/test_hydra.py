@@ -157,15 +157,15 @@ def test_loss_row_by_row(target: Target, loss: str) -> None:
             logp = head.head_logits(torch.cat(read), k).detach().log_softmax(-1)
             q = teacher[row + 1 + k] if loss == "soft_ce" else torch.eye(48)[label // 2]
             expected -= 0.5**k * float((q * logp).sum())
-    found, hits = step(head, batch)
-    assert float(found.detach()) == pytest.approx(expected, rel=1e-5)
-    assert hits.correct.shape == (3, *batch.ids.shape)
+    result = step(head, batch)
+    assert float(result.loss.detach()) == pytest.approx(expected, rel=1e-5)
+    assert result.hits.correct.shape == (3, *batch.ids.shape)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_parameter_gets_a_gradient(variant: str, target: Target) -> None:
     head = make_head(target, **VARIANTS[variant])
-    step(head, collate([sample(target)], 64))[0].backward()
+    step(head, collate([sample(target)], 64)).loss.backward()
     for name, parameter in head.named_parameters():
         assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
 
@@ -173,10 +173,10 @@ def test_every_parameter_gets_a_gradient(variant: str, target: Target) -> None:
 def test_hydra_plus_plus_learns(target: Target) -> None:
     head = make_head(target, **PLUS_PLUS | {"dropout": 0.1})
     batch = collate([sample(target)], 64)
-    before = float(step(head, batch)[0].detach())
+    before = float(step(head, batch).loss.detach())
     fit(head, batch, 60, lr=3e-3)
     head.eval()
-    assert float(step(head, batch)[0].detach()) < 0.9 * before
+    assert float(step(head, batch).loss.detach()) < 0.9 * before
 
 
 def test_dropout_is_in_training_alone_and_follows_the_seed(target: Target) -> None:
@@ -186,7 +186,7 @@ def test_dropout_is_in_training_alone_and_follows_the_seed(target: Target) -> No
 
     def loss(seed: int) -> float:
         torch.manual_seed(seed)
-        return float(step(head, batch)[0].detach())
+        return float(step(head, batch).loss.detach())
 
     assert loss(1) == loss(1) != loss(2)
     fresh, out = text.ids[1:], target.forward(text.ids[None, :-1])
@@ -194,7 +194,7 @@ def test_dropout_is_in_training_alone_and_follows_the_seed(target: Target) -> No
     head.eval()
     assert loss(1) == loss(2)
     head.config.dropout = 0.0
-    assert loss(1) == float(step(head.train(), batch)[0].detach())
+    assert loss(1) == float(step(head.train(), batch).loss.detach())
     drafts.append(head.propose(head.new_state(text.ids), fresh, out, PLANS[2]).tokens.tolist())
     assert drafts[0] == drafts[1]
 
@@ -340,7 +340,7 @@ def test_the_prefix_takes_its_shape_from_the_target_unless_told() -> None:
     own = make_head(target, prefix=True, head_dim=8, num_key_value_heads=1, intermediate_size=20)
     assert own.prefix is not None and own.prefix.self_attn.k_proj.weight.shape == (8, 32)
     assert own.prefix.mlp.up_proj.weight.shape == (20, 32)
-    assert math.isfinite(float(step(own, collate([sample(target)], 64))[0].detach()))
+    assert math.isfinite(float(step(own, collate([sample(target)], 64)).loss.detach()))
 
 
 @pytest.mark.parametrize(

@@ -150,10 +150,10 @@ def batch() -> Batch:
 def judged(kind: str, options: dict[str, Any], batch: Batch, target: Target) -> tuple[float, Tensor, dict[str, Tensor]]:
     head = make_head(kind, target, **options)
     torch.manual_seed(1)
-    loss, hits = step(head, batch)
-    loss.backward()
+    result = step(head, batch)
+    result.loss.backward()
     gradients = {name: p.grad for name, p in head.named_parameters() if p.grad is not None}
-    return float(loss.detach()), hits.correct, gradients
+    return float(result.loss.detach()), result.hits.correct, gradients
 
 
 @pytest.mark.parametrize(("kind", "options"), VARIANTS)
@@ -177,11 +177,11 @@ def test_logits_are_made_for_some_rows_at_a_time(batch: Batch, target: Target, m
     real, teach = head._logits, target.logits
     monkeypatch.setattr(head, "_logits", lambda hidden: asked.append(hidden.shape[0]) or real(hidden))
     monkeypatch.setattr(target, "logits", lambda hidden, ids=None: asked.append(hidden.shape[0]) or teach(hidden, ids))
-    step(head, batch)[0].backward()
+    step(head, batch).loss.backward()
     once, asked[:] = len(asked), []
     assert once == 4 + 1  # four steps, and the target's logits once for all of them
     monkeypatch.setattr(draft_loss, "LOGITS_AT_ONCE", 5 * target.vocab_size + 3)
-    step(head, batch)[0].backward()
+    step(head, batch).loss.backward()
     assert max(asked) == 5 and len(asked) > 2 * 2 * 4 * 4
 
 
@@ -202,9 +202,9 @@ def test_no_logits_are_kept_for_backward(
 def test_validation_in_chunks_needs_no_gradient(batch: Batch, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     head = make_head("eagle3", target)
     with torch.no_grad():
-        plain = float(step(head, batch)[0])
+        plain = float(step(head, batch).loss)
         monkeypatch.setattr(draft_loss, "LOGITS_AT_ONCE", 100)
-        assert float(step(head, batch)[0]) == pytest.approx(plain, rel=1e-5)
+        assert float(step(head, batch).loss) == pytest.approx(plain, rel=1e-5)
 
 
 @pytest.mark.parametrize("loss", ["tv", "lk_alpha", "lk_lambda"])
@@ -212,7 +212,7 @@ def test_a_reduced_head_is_judged_by_the_targets_whole_distribution(loss: str, t
     head = make_head("eagle3", target, steps=1, loss=loss)
     batch = collate([sample(target, 12)], 64)
     out = target.forward(batch.ids, taps=head.taps)
-    found = float(head.training_step(batch, out)[0].detach())
+    found = float(head.training_step(batch, out).loss.detach())
     with torch.no_grad():
         (hidden,) = head.unroll(batch, head.start(out), 1)
     p = target.logits(out.hidden[0]).softmax(-1)[:, head.draft_ids()]  # [T, D], less than 1 in all
@@ -239,5 +239,5 @@ def test_chunks_on_a_packed_target(batch: Batch, monkeypatch: pytest.MonkeyPatch
     head = make_head("eagle", make_target())
     head.target = packed
     torch.manual_seed(1)
-    loss = step(head, batch)[0]
+    loss = step(head, batch).loss
     assert float(loss.detach()) == pytest.approx(plain[0], rel=1e-5)

@@ -43,7 +43,7 @@ def loss_of(kind: str, options: dict[str, object], recompute: bool) -> tuple[Hea
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss, _ = head.training_step(batch, out)
+        loss = head.training_step(batch, out).loss
     return head, loss, sum(kept.values())
 
 

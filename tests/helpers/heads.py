@@ -13,6 +13,7 @@ from spechead.decoding.generate import generate
 from spechead.decoding.sampling import Sampler
 from spechead.decoding.tree import Dynamic, Static, chain
 from spechead.heads import HEADS, Head
+from spechead.heads.base import StepLoss
 from spechead.heads.unrolled import UnrolledHead
 from spechead.target.model import Target
 from tests.helpers.targets import make_target
@@ -70,7 +71,7 @@ def sample(target: Target, length: int = 20, seed: int = 3) -> Sample:
     return Sample(torch.tensor(ids), torch.arange(len(ids)) >= 8, 0)
 
 
-def step(head: Head, batch: Batch) -> tuple[torch.Tensor, object]:
+def step(head: Head, batch: Batch) -> StepLoss:
     same = batch.document[:, :, None] == batch.document[:, None, :]
     out = head.target.forward(batch.ids, taps=head.taps, positions=batch.positions, visible=same.tril())
     return head.training_step(batch, out)
@@ -80,7 +81,7 @@ def fit(head: Head, batch: Batch, steps: int, lr: float = 1e-2) -> None:
     optimizer = torch.optim.Adam(head.parameters(), lr=lr)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.02, steps)
     for _ in range(steps):
-        loss, _ = step(head, batch)
+        loss = step(head, batch).loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -138,7 +138,7 @@ def test_the_share_of_tokens_outside_the_draft_vocabulary_by_hand() -> None:
     ids, supervised = torch.tensor([9, 5, 8, 7, 30]), torch.tensor([False, True, True, True, True])
     batch = collate([Sample(ids, supervised, 0)], 512)
     window = Window(head)
-    window.add(torch.tensor(1.0), Hits(torch.zeros(1, 1, 5, dtype=torch.bool), batch.supervised), batch)
+    window.add(torch.tensor(1.0), Hits(torch.zeros(1, 1, 5, dtype=torch.bool), batch.supervised[None]), batch)
     assert window.values(start(torch.device("cpu")))["outside_vocabulary"] == 0.5  # of 5, 8, 7, 30
 
 
@@ -149,7 +149,7 @@ def test_the_accuracy_of_a_depth_is_of_the_rows_that_have_such_a_token() -> None
     batch = collate([Sample(torch.arange(6), supervised, 0)], 512)
     first, second = (ahead(batch, n)[1] for n in (2, 3))  # four and three rows: drafts of the answer's own tokens
     window = Window(head)
-    window.add(torch.tensor(1.0), Hits(torch.stack([first, first & second]), first), batch)
+    window.add(torch.tensor(1.0), Hits(torch.stack([first, first & second]), torch.stack([first, second])), batch)
     found = window.values(start(torch.device("cpu")))
     assert (int(first.sum()), int((first & second).sum())) == (4, 3)
     assert (found["accuracy@1"], found["accuracy@2"]) == (1.0, 1.0), "nothing is wrong"
@@ -160,7 +160,7 @@ def test_the_losses_of_head_and_target_by_hand() -> None:
     target = make_target("llama")
     head = HEADS["medusa"](HEADS["medusa"].Config(n_heads=1), target)
     batch = collate([Sample(torch.arange(5), torch.tensor([False, True, True, True, True]), 0)], 512)
-    hits, window = Hits(torch.zeros(1, 1, 5, dtype=torch.bool), batch.supervised), Window(head)
+    hits, window = Hits(torch.zeros(1, 1, 5, dtype=torch.bool), batch.supervised[None]), Window(head)
     for _ in range(2):
         window.add(torch.tensor(20.0), hits, batch)
     assert window.note == "loss 5.00, 1.00 tokens/pass"
@@ -284,10 +284,10 @@ def test_a_gradient_that_is_not_finite_reaches_no_checkpoint(
     def poisoned(self: Any, batch: Any, out: Any) -> Any:
         nonlocal calls
         calls += 1
-        loss, hits = real(self, batch, out)
+        result = real(self, batch, out)
         if calls == 11:  # in the sixth step, behind which a checkpoint is due
-            loss = loss + (self.norm.weight * 0).abs().sqrt().sum()  # 0, with a gradient of 0 / 0
-        return loss, hits
+            result.loss = result.loss + (self.norm.weight * 0).abs().sqrt().sum()  # 0, with a gradient of 0 / 0
+        return result
 
     monkeypatch.setattr(HEADS["eagle3"], "training_step", poisoned)
     changes = {"optim.clip_norm": clip, "log.validate_every": 0}
