@@ -41,10 +41,10 @@ class Range:
         return number and self.least <= value <= self.most and self.above < value < self.below
 
     def __str__(self) -> str:
-        low = f"above {self.above:g}" if self.above > -math.inf else f"at least {self.least:g}"
+        low = f"above {self.above:.10g}" if self.above > -math.inf else f"at least {self.least:.10g}"
         if self.most < math.inf:
-            return f"{low} and at most {self.most:g}"
-        return f"{low} and below {self.below:g}" if self.below < math.inf else low
+            return f"{low} and at most {self.most:.10g}"
+        return f"{low} and below {self.below:.10g}" if self.below < math.inf else low
 
     __repr__ = __str__  # as --help shows it
 

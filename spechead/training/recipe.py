@@ -1,20 +1,25 @@
 """The recipe of a training run: a tree of dataclasses that YAML files, `--a.b value` flags and --help share.
 
-Knows nothing of torch: loading a recipe only checks that its values make sense, head options included.
+Loading a recipe checks its values, the head's options included, without importing torch until a head is checked.
 """
 
 import dataclasses
-import functools
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from spechead import files, options
 from spechead.errors import UserError
+from spechead.options import Range, check_ranges
+
+Count = Annotated[int, Range(0)]
+AtLeastOne = Annotated[int, Range(1)]
+Positive = Annotated[float, Range(above=0)]
+Share = Annotated[float, Range(0, below=1)]
 
 
 @dataclass
@@ -22,19 +27,19 @@ class TargetConfig:
     """The language model that the head drafts for."""
 
     name: str = "smollm2-135m"
-    """The embedded smollm2-135m, a local folder, or a hub id."""
+    """smollm2-135m (bundled), a local folder, or a hub id."""
     adapter: str = ""
-    """Folder or hub id of a peft adapter that it carries, merged into its weights."""
+    """Folder or hub id of a peft adapter to merge into its weights."""
     four_bits: bool = False
-    """Hold its linear layers in 4 bits (needs bitsandbytes); with adapter.peft, this is QLoRA."""
+    """Keep its linear layers in 4 bits (needs bitsandbytes); with adapter.peft, this is QLoRA."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Number format of its weights; auto: bfloat16 where the head trains in bf16, else float32."""
     device: str = "auto"
-    """auto, cpu, cuda or cuda:0; auto takes the accelerator of this process where there is one."""
+    """auto, cpu, cuda or cuda:0; auto uses the accelerator of this process where there is one."""
     trust_remote_code: bool = False
-    """Run modeling code that the model's own repository brings."""
+    """Run modeling code from the model's own repository."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keywords for the chat template, such as {enable_thinking: false}; recorded with the head."""
+    """Keyword arguments of the chat template, such as {enable_thinking: false}; recorded with the head."""
 
 
 @dataclass
@@ -43,15 +48,15 @@ class DataConfig:
 
     train: list[str] | str = "shipped:data/sample.jsonl"
     """JSONL files, hub datasets as hf:NAME[:SPLIT], or files that ship with spechead as shipped:PATH."""
-    max_length: int = 512
-    """Conversations are cut after this many tokens; what has no answer before it is dropped and counted."""
-    validation_share: float = 0.03
+    max_length: AtLeastOne = 512
+    """Conversations are cut after this many tokens; those with no answer left are dropped and counted."""
+    validation_share: Share = 0.03
     """Share of the conversations held out for validation."""
-    limit: int = 0
+    limit: Count = 0
     """Read only this many conversations; 0 reads all."""
 
     def sources(self) -> list[str]:
-        """The training sources with shipped: names turned into paths."""
+        """The training sources, with shipped: names resolved to paths."""
         names = [self.train] if isinstance(self.train, str) else self.train
         prefix = "shipped:"
         return [str(files.shipped(n.removeprefix(prefix))) if n.startswith(prefix) else n for n in names]
@@ -66,80 +71,80 @@ class HeadRecipe:
     options: dict[str, Any] = field(default_factory=dict)
     """Fields of that head's Config, each also as --head.options.NAME VALUE."""
     tree: str = ""
-    """Tree that the finished head drafts unless asked otherwise, such as chain:3 or
-    dynamic:nodes=31,depth=5,topk=4; empty: the head's own default."""
+    """Default draft tree of the finished head, such as chain:3 or dynamic:nodes=31,depth=5,topk=4; empty: the
+    default of its kind."""
     init_from_target: bool = True
-    """Start output rows, final norm and layer from the target's where shapes allow."""
+    """Initialise output rows, final norm and layer from the target's where shapes allow."""
     init_from: str = ""
     """Folder of a head of the same kind and shape to start from, of this target or of one of the same shape."""
     init_vocabulary: Literal["keep", "extend", "remap"] = "keep"
-    """The draft vocabulary with init_from: keep, the same tokens; extend, more besides; remap, counted anew. New tokens
-    start as without init_from."""
+    """The draft vocabulary with init_from: keep, the same tokens; extend, these and more; remap, chosen again from the
+    data. New tokens start as without init_from."""
 
 
 @dataclass
 class AdapterConfig:
-    """Training the target along with the head (Medusa-2): a peft adapter on it, saved beside the head."""
+    """Training the target along with the head (Medusa-2): a peft adapter on it, saved with the head."""
 
     peft: dict[str, Any] = field(default_factory=dict)
-    """Fields of a peft config, such as {r: 32, lora_alpha: 16, target_modules: all-linear}; peft_type is LORA unless
-    named. Empty: the target stays as it is."""
-    start_share: float = 0.5
+    """Fields of a peft config, such as {r: 32, lora_alpha: 16, target_modules: all-linear}; peft_type is LORA by
+    default. Empty: the target stays frozen."""
+    start_share: Share = 0.5
     """Share of the steps that train the head alone, before both are trained."""
-    lr: float = 5e-4
+    lr: Positive = 5e-4
     """Peak learning rate of the adapter; the head's is optim.lr."""
     loss: Literal["distill", "text"] = "distill"
-    """What keeps the target good: distill, its own distribution without the adapter; text, the training answers."""
-    head_weight: float = 0.2
-    """λ: what the head's loss weighs beside the target's."""
+    """Loss of the target: distill, divergence from itself without the adapter; text, cross-entropy on the answers."""
+    head_weight: Positive = 0.2
+    """λ, the weight of the head's loss relative to the target's."""
     head_schedule: Literal["constant", "linear", "sine"] = "constant"
-    """How λ comes in over the steps that train both."""
+    """How λ rises over the steps that train both."""
 
 
 @dataclass
 class OptimConfig:
-    """The optimizer (AdamW) and its schedule. Every count is in optimizer steps."""
+    """The optimizer (AdamW) and its schedule. Counts are in optimizer steps."""
 
-    lr: float = 1e-3
+    lr: Positive = 1e-3
     """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: Annotated[tuple[float, float], Range(0, below=1)] = (0.9, 0.95)
     """Decay of the two moments."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, Range(0)] = 0.0
     """Decoupled weight decay."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Shape of the learning rate after warm-up."""
-    warmup_share: float = 0.03
+    warmup_share: Share = 0.03
     """Share of the steps over which the rate rises from zero."""
-    min_lr_share: float = 0.1
-    """Where the schedule ends, as a share of the peak."""
-    clip_norm: float = 1.0
-    """Largest norm of the gradient; 0 leaves it alone."""
-    ema: float = 0.0
-    """Decay of the running average of the weights, such as 0.999; it is what is validated and what the head gets.
+    min_lr_share: Annotated[float, Range(0, most=1)] = 0.1
+    """Final learning rate, as a share of the peak."""
+    clip_norm: Annotated[float, Range(0)] = 1.0
+    """Largest norm of the gradient; 0 disables clipping."""
+    ema: Share = 0.0
+    """Decay of a running average of the weights, such as 0.999; the average is validated and saved as the head.
     0: no average."""
-    batch_size: int = 1
+    batch_size: AtLeastOne = 1
     """Samples per optimizer step, over all processes and accumulation."""
-    micro_batch_size: int = 1
-    """Samples that one process takes through the model at once; raise it while memory lasts."""
-    epochs: float = 3.0
+    micro_batch_size: AtLeastOne = 1
+    """Samples in one forward pass of one process; raise it while memory lasts."""
+    epochs: Positive = 3.0
     """Passes over the data."""
-    steps: int = 0
-    """Optimizer steps; 0 takes as many as the epochs need."""
-    patience: int = 0
-    """Stop after this many validations in a row without a better acceptance length; 0 never does."""
+    steps: Count = 0
+    """Optimizer steps; 0: as many as the epochs need."""
+    patience: Count = 0
+    """Stop after this many validations in a row without a better acceptance length; 0: never."""
 
     def accumulation(self, world: int) -> int:
-        """Micro steps that make one optimizer step on each of `world` processes."""
+        """Micro steps of one optimizer step on each of `world` processes."""
         per_round = self.micro_batch_size * world
         if self.batch_size % per_round:
             raise UserError(
-                f"optim.batch_size {self.batch_size} is not a multiple of optim.micro_batch_size "
-                f"{self.micro_batch_size} x {world} processes: change one of them"
+                f"option optim.batch_size: {self.batch_size} is not a multiple of optim.micro_batch_size "
+                f"{self.micro_batch_size} x {world} processes, change one of them"
             )
         return self.batch_size // per_round
 
     def total_steps(self, samples: int) -> int:
-        """Optimizer steps of the whole run over `samples` training samples."""
+        """Optimizer steps of a run over `samples` training samples."""
         return self.steps or max(1, math.ceil(self.epochs * samples / self.batch_size))
 
 
@@ -150,41 +155,40 @@ class EngineConfig:
     zero_stage: Literal[0, 1, 2] = 0
     """DeepSpeed ZeRO stage: 0 replicates, 1 shards optimizer state, 2 also gradients."""
     precision: Literal["auto", "float32", "bf16"] = "auto"
-    """Of the arithmetic, over float32 master weights; auto: bf16 where the device computes it natively."""
-    feature_memory_gb: float = 0.0
-    """Memory of each process for the target's outputs, so that later epochs skip its forward; helps when a
-    micro batch is one sample (about 5 KB a token for SmolLM2 in bf16)."""
+    """Of the arithmetic; master weights are float32. auto: bf16 where the device supports it natively."""
+    feature_memory_gb: Annotated[float, Range(0)] = 0.0
+    """Memory of each process to cache the target's outputs, so that later epochs skip its forward pass; useful when
+    a micro batch is one sample (about 5 KB a token for SmolLM2 in bf16)."""
     gradient_checkpointing: bool = False
-    """Compute the head's decoder steps again for the gradient rather than keep their activations: less memory, more
+    """Recompute the head's decoder steps for the gradient instead of keeping their activations: less memory, more
     time, the same weights."""
-    threads: int = 0
-    """CPU threads of each process; 0 leaves torch's choice."""
+    threads: Annotated[int, Range(0, most=os.cpu_count() or math.inf)] = 0
+    """CPU threads of each process; 0: torch's default."""
 
 
 @dataclass
 class LogConfig:
-    """What is written down, and how often (in optimizer steps)."""
+    """What is logged and saved, and how often (in optimizer steps)."""
 
-    every: int = 10
+    every: AtLeastOne = 10
     """Steps between lines of the log."""
-    validate_every: int = 200
+    validate_every: Count = 200
     """Steps between validations; 0: only at the end."""
-    checkpoint_every: int = 100
+    checkpoint_every: AtLeastOne = 100
     """Steps between checkpoints to resume from."""
-    keep: int = 2
-    """Newest checkpoints kept, beside that of the best validation."""
+    keep: AtLeastOne = 2
+    """Newest checkpoints to keep, along with that of the best validation."""
     best: bool = True
-    """The finished head is that of the best validation (acceptance length), where any samples are held out; false: of
-    the last step."""
+    """Save the head of the best validation (acceptance length), where samples are held out; false: of the last step."""
     wandb: Literal["disabled", "offline", "online"] = "disabled"
     """Also log to Weights & Biases."""
     project: str = "spechead"
-    """Project there."""
+    """Project on Weights & Biases."""
 
 
 @dataclass
 class Recipe:
-    """Everything that decides a training run."""
+    """All settings of a training run."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
     """The language model that the head drafts for."""
@@ -199,9 +203,9 @@ class Recipe:
     engine: EngineConfig = field(default_factory=EngineConfig)
     """How the training is carried out."""
     log: LogConfig = field(default_factory=LogConfig)
-    """What is written down, and how often."""
-    seed: int = 0
-    """Of the initial weights, the split and the order of the samples."""
+    """What is logged and saved, and how often."""
+    seed: Annotated[int, Range(0, below=2**32)] = 0
+    """Random seed of the initial weights, the split and the order of the samples."""
     out: str = ""
     """Output folder; empty: runs/ and the recipe's name."""
 
@@ -212,20 +216,20 @@ class Recipe:
         return load_recipe(config, flags, prog)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for the provenance file and wandb; `Recipe` reads the same tree as YAML."""
+        """Plain values for recipe.json, run.json and wandb; the same tree can be read as a YAML recipe."""
         tree = dataclasses.asdict(self)
         tree["optim"]["betas"] = list(self.optim.betas)
         return tree
 
 
 def split_config(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """Take `--config X` (or `--config=X`) out of the flags; the last one counts."""
+    """Separate `--config X` (or `--config=X`) from the other flags; the last one counts."""
     config, flags, words = "", [], iter(argv)
     for word in words:
         if word == "--config":
             config = next(words, "")
             if not config:
-                raise UserError("--config needs the name of a recipe or a YAML file")
+                raise UserError("option config: specify the name of a recipe or a YAML file")
         elif word.startswith("--config="):
             config = word.removeprefix("--config=")
         else:
@@ -234,7 +238,7 @@ def split_config(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def load_recipe(config: str = "", overrides: Sequence[str] = (), prog: str = "train") -> Recipe:
-    """Load a YAML file, or a shipped recipe by its name, override and check it."""
+    """Load a YAML file, or a shipped recipe by name, then override and check it."""
     path = find_recipe(config) if config else None
     recipe = options.parse(Recipe, overrides, prog, config=str(path or ""))
     recipe.out = recipe.out or f"runs/{path.stem if path else recipe.head.kind}"
@@ -243,7 +247,7 @@ def load_recipe(config: str = "", overrides: Sequence[str] = (), prog: str = "tr
 
 
 def find_recipe(config: str) -> Path:
-    """A file as it stands, else a shipped recipe: eagle3-smollm2 or recipes/eagle3-smollm2.yaml."""
+    """The path of a YAML file, or of a shipped recipe: eagle3-smollm2 or recipes/eagle3-smollm2.yaml."""
     path = Path(config)
     if path.is_file():
         return path
@@ -253,49 +257,20 @@ def find_recipe(config: str) -> Path:
         except UserError:
             pass
     names = sorted(shipped.stem for shipped in files.shipped("recipes").glob("*.yaml"))
-    raise UserError(f"no recipe {config}: give a YAML file, or one of {', '.join(names)}")
-
-
-# What a value must be, how to tell, and the options it holds for.
-RULES: list[tuple[str, Callable[[Any], bool], list[str]]] = [
-    (
-        "at least 1",
-        lambda v: v >= 1,
-        ["data.max_length", "optim.batch_size", "optim.micro_batch_size"]
-        + ["log.every", "log.checkpoint_every", "log.keep"],
-    ),
-    (
-        "0 or more",
-        lambda v: 0 <= v < math.inf,
-        ["data.limit", "optim.weight_decay", "optim.clip_norm", "optim.steps", "optim.patience"]
-        + ["engine.feature_memory_gb", "log.validate_every"],
-    ),
-    ("from 0 to below 2^32", lambda v: 0 <= v < 1 << 32, ["seed"]),
-    (f"from 0 to the {os.cpu_count()} of this machine", lambda v: 0 <= v <= (os.cpu_count() or v), ["engine.threads"]),
-    ("above 0", lambda v: 0 < v < math.inf, ["optim.lr", "optim.epochs", "adapter.lr", "adapter.head_weight"]),
-    (
-        "from 0 to below 1",
-        lambda v: 0 <= v < 1,
-        ["data.validation_share", "optim.warmup_share", "optim.ema", "adapter.start_share"],
-    ),
-    ("two numbers from 0 to below 1", lambda v: all(0 <= beta < 1 for beta in v), ["optim.betas"]),
-    ("from 0 to 1", lambda v: 0 <= v <= 1, ["optim.min_lr_share"]),
-    ("the name of at least one source", lambda v: bool(v) and all([v] if isinstance(v, str) else v), ["data.train"]),
-]
+    raise UserError(f"option config: no recipe {config}, specify a YAML file or one of {', '.join(names)}")
 
 
 def check(recipe: Recipe) -> None:
-    """Refuse values that could only fail later, naming the option."""
-    for what, holds, names in RULES:
-        for name in names:
-            value = functools.reduce(getattr, name.split("."), recipe)
-            if not holds(value):
-                raise UserError(f"option {name}: must be {what}, got {value}")
+    """Raise UserError for a value outside its range, and for options that contradict each other."""
+    check_ranges(recipe)
+    sources = [recipe.data.train] if isinstance(recipe.data.train, str) else recipe.data.train
+    if not (sources and all(sources)):
+        raise UserError(f"option data.train: must name at least one source, got {recipe.data.train}")
     if recipe.optim.batch_size % recipe.optim.micro_batch_size:
         recipe.optim.accumulation(1)
     if recipe.adapter.peft and recipe.target.adapter:
         raise UserError(
-            f"option adapter.peft: the target carries target.adapter {recipe.target.adapter!r} already; "
+            f"option adapter.peft: the target already has target.adapter {recipe.target.adapter!r}; "
             "merge that into the target first (peft's merge_and_unload), or leave one of them out"
         )
     if recipe.target.four_bits and recipe.target.adapter:
@@ -307,26 +282,25 @@ def check(recipe: Recipe) -> None:
         )
     if recipe.head.init_vocabulary != "keep" and not recipe.head.init_from:
         raise UserError(
-            f"option head.init_vocabulary: {recipe.head.init_vocabulary} is about the vocabulary of an earlier head: "
+            f"option head.init_vocabulary: {recipe.head.init_vocabulary} applies to the vocabulary of another head: "
             "set head.init_from"
         )
     check_head(recipe.head, recipe.engine.gradient_checkpointing)
 
 
 def check_head(head: HeadRecipe, gradient_checkpointing: bool = False) -> None:
-    """Refuse a kind, an option or a tree that no head knows, and a way of training that this one does not.
+    """Raise UserError for an unknown head, option or tree, and for gradient checkpointing that the head lacks.
 
     The heads are imported here, not above, so that --help stays quick.
     """
     from spechead.decoding.tree import parse_tree
     from spechead.heads import HEADS
-    from spechead.options import check_ranges
 
     if head.kind not in HEADS:
         raise UserError(f"option head.kind: no head {head.kind} (known: {', '.join(HEADS)})")
     if gradient_checkpointing and HEADS[head.kind].recompute is None:
         raise UserError(
-            f"option engine.gradient_checkpointing: a {head.kind} head has no decoder steps to compute again; "
+            f"option engine.gradient_checkpointing: a {head.kind} head has no decoder steps to recompute; "
             "a smaller optim.micro_batch_size or data.max_length saves memory"
         )
     head.options = options.convert(HEADS[head.kind].Config, head.options, "head.options.")

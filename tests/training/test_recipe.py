@@ -103,24 +103,24 @@ def test_sources_find_what_ships() -> None:
         ("--optim.lr 0", "option optim.lr: must be above 0, got 0.0"),
         ("--optim.lr .inf", "option optim.lr: must be above 0, got inf"),
         ("--optim.epochs=-1", "option optim.epochs: must be above 0"),
-        ("--optim.betas [0.9,1.0]", "option optim.betas: must be two numbers from 0 to below 1"),
-        ("--optim.warmup_share 1", "option optim.warmup_share: must be from 0 to below 1"),
-        ("--optim.min_lr_share 1.5", "option optim.min_lr_share: must be from 0 to 1"),
+        ("--optim.betas [0.9,1.0]", "option optim.betas: must be at least 0 and below 1, got"),
+        ("--optim.warmup_share 1", "option optim.warmup_share: must be at least 0 and below 1, got 1.0"),
+        ("--optim.min_lr_share 1.5", "option optim.min_lr_share: must be at least 0 and at most 1"),
         ("--optim.batch_size 0", "option optim.batch_size: must be at least 1"),
         (
             "--optim.batch_size 6 --optim.micro_batch_size 4",
-            "batch_size 6 is not a multiple of .* 4 x 1 processes",
+            "option optim.batch_size: 6 is not a multiple of .* 4 x 1 processes",
         ),
         ("--data.max_length 0", "option data.max_length: must be at least 1"),
-        ("--data.train=[]", "option data.train: must be the name of at least one source"),
-        ("--data.train=", "option data.train: must be the name of at least one source"),
-        ("--seed 4294967296", "option seed: must be from 0 to below 2"),
-        ("--engine.threads 9999", "option engine.threads: must be from 0 to the .* of this machine, got 9999"),
-        ("--data.validation_share 1.0", "option data.validation_share: must be from 0 to below 1"),
+        ("--data.train=[]", "option data.train: must name at least one source"),
+        ("--data.train=", "option data.train: must name at least one source"),
+        ("--seed 4294967296", "option seed: must be at least 0 and below 4294967296"),
+        ("--engine.threads 9999", "option engine.threads: must be at least 0 and at most .*, got 9999"),
+        ("--data.validation_share 1.0", "option data.validation_share: must be at least 0 and below 1"),
         ("--engine.zero_stage 4", "option engine.zero_stage: expected one of"),
         ("--log.wandb on", "option log.wandb: expected one of disabled, offline, online, got on"),
-        ("--optim.ema 1", "option optim.ema: must be from 0 to below 1, got 1.0"),
-        ("--optim.patience=-1", "option optim.patience: must be 0 or more, got -1"),
+        ("--optim.ema 1", "option optim.ema: must be at least 0 and below 1, got 1.0"),
+        ("--optim.patience=-1", "option optim.patience: must be at least 0, got -1"),
         ("--optim.patience 3 --data.validation_share 0", "optim.patience: 3 counts validations, and there are none"),
         ("--optim.patience 3 --log.validate_every 0", "optim.patience: 3 .* set data.validation_share and log.valid"),
         (
@@ -138,13 +138,13 @@ def test_sources_find_what_ships() -> None:
             "option head.options.dropout: must be at least 0 and below 1, got 1.0",
         ),
         ("--head.kind eagle --head.options.noise .nan", "option head.options.noise: must be at least 0, got nan"),
-        ("--head.init_vocabulary extend", "option head.init_vocabulary: extend is about .*: set head.init_from"),
+        ("--head.init_vocabulary extend", "option head.init_vocabulary: extend applies to .*: set head.init_from"),
         ("--head.options.steps many", "option head.options.steps: expected int, got many"),
         ("--head.tree chain", "chain"),
         ("--optim.learning_rate 1", "unknown option optim.learning_rate"),
-        ("--config nowhere", "no recipe nowhere: give a YAML file, or one of .*eagle3-llama-3.1-8b, "),
+        ("--config nowhere", "option config: no recipe nowhere, specify a YAML file or one of .*eagle3-llama-3.1-8b, "),
         ("--config mine/eagle3-smollm2.yaml", "no recipe mine/eagle3-smollm2.yaml"),
-        ("--config", "--config needs"),
+        ("--config", "option config: specify the name"),
     ],
 )
 def test_bad_values_are_named_in_one_line(flags: str, message: str) -> None:
@@ -162,7 +162,7 @@ def test_an_unknown_key_of_a_file_is_refused(tmp_path: Path) -> None:
 
 def test_accumulation_makes_up_the_batch() -> None:
     assert OptimConfig(batch_size=8, micro_batch_size=2).accumulation(2) == 2
-    with pytest.raises(UserError, match="batch_size 8 is not a multiple of .* 2 x 3 processes"):
+    with pytest.raises(UserError, match="option optim.batch_size: 8 is not a multiple of .* 2 x 3 processes"):
         OptimConfig(batch_size=8, micro_batch_size=2).accumulation(3)
 
 
