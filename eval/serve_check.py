@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from spechead.cli.main import one_line_errors
-from spechead.data.prompts import read_prompts, spread
+from spechead.data.prompts import balanced, read_prompts
 from spechead.decoding.generate import Speculation
 from spechead.decoding.tree import chain
 from spechead.errors import UserError, first_line
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         head=options.head[0], max_new_tokens=options.max_new_tokens, draft_dtype="float32", device="cpu"
     )
     target = models.load_target()
-    asked = questions(spread(read_prompts(shipped(DEFAULT_PROMPTS)), options.prompts), target, models)
+    asked = questions(balanced(read_prompts(shipped(DEFAULT_PROMPTS)), options.prompts), target, models)
     plain = ask(options, target, asked, "plain").texts
     found: dict[str, dict[str, Any]] = {}
     for folder in options.head:

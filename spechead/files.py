@@ -152,7 +152,7 @@ def read_jsonl(path: Path, what: str) -> Iterator[tuple[str, Any]]:
     except UnicodeDecodeError as error:
         raise UserError(f"the {what} {path} are not UTF-8 text: {error}") from error
     except ValueError as error:
-        raise UserError(f"{path} line {number} is not valid JSON: {error}") from error
+        raise UserError(f"{path} line {number}: not valid JSON: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------ resuming

@@ -1,16 +1,14 @@
-"""Conversations to samples, samples to packed batches, and which tokens a draft vocabulary holds.
-
-The one file that imports `datasets`. Knows nothing of models, heads or the training loop.
+"""Conversations to samples, samples to packed batches, and the choice of a draft vocabulary.
 
 Legend: B rows, T tokens.
 """
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from torch import Tensor
 
 from spechead.data import chat
 from spechead.errors import UserError, first_line
-from spechead.files import reason
+from spechead.files import read_jsonl
 
 HUB_PREFIX = "hf:"
 ROLES = ("system", "user", "assistant")
@@ -38,11 +36,11 @@ class Sample:
 
 @dataclass
 class Samples:
-    """What became of the conversations."""
+    """Conversations tokenised for training."""
 
     items: list[Sample]
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> count
-    truncated: int = 0  # cut at max_length, and kept
+    truncated: int = 0  # samples among `items` that were cut at max_length
 
 
 @dataclass
@@ -53,7 +51,7 @@ class Batch:
     supervised: Tensor  # bool [B, T]
     positions: Tensor  # int64 [B, T], restart at 0 in each document
     document: Tensor  # int64 [B, T], index of the document inside the row, -1 = padding
-    rows: list[int]  # Sample.row of the documents, in the order in which they were given
+    rows: list[int]  # Sample.row of the documents, in the order given to `collate`
 
     def to(self, device: torch.device | str) -> "Batch":
         return Batch(
@@ -70,38 +68,22 @@ class Batch:
 
 def read_conversations(source: str | Sequence[str], limit: int = 0) -> list[Conversation]:
     """Conversations of JSONL files or a hub dataset `hf:NAME[:SPLIT]`; at most `limit` of them, 0 for all."""
-    found: list[Conversation] = []
+    conversations: list[Conversation] = []
     for name in [source] if isinstance(source, str) else source:
-        left = limit - len(found) if limit else 0
-        found += read_hub(name, left) if name.startswith(HUB_PREFIX) else read_jsonl(Path(name), left)
-        if limit and len(found) >= limit:
+        left = limit - len(conversations) if limit else 0
+        conversations += read_hub(name, left) if name.startswith(HUB_PREFIX) else read_file(Path(name), left)
+        if limit and len(conversations) >= limit:
             break
-    if not found:
+    if not conversations:
         names = source if isinstance(source, str) else ", ".join(source)
-        raise UserError(f"{names}: no conversation in it")
-    return found
+        raise UserError(f"{names}: contains no conversation")
+    return conversations
 
 
-def read_jsonl(path: Path, limit: int = 0) -> list[Conversation]:
-    """Every line is a conversation; a UserError names the file and the line that is none."""
-    found: list[Conversation] = []
-    try:
-        with path.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    row = json.loads(line)
-                except ValueError as error:
-                    raise UserError(f"{path} line {number}: not JSON ({error})") from error
-                found.append(check_conversation(row, f"{path} line {number}"))
-                if limit and len(found) == limit:
-                    break
-    except OSError as error:
-        raise UserError(f"cannot read the conversations {path}: {reason(error)}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text: {error}") from error
-    return found
+def read_file(path: Path, limit: int = 0) -> list[Conversation]:
+    """The conversations of a JSONL file; a UserError names the first line that is not one."""
+    lines = islice(read_jsonl(path, "conversations"), limit or None)
+    return [check_conversation(row, where) for where, row in lines]
 
 
 def read_hub(source: str, limit: int = 0) -> list[Conversation]:
@@ -119,7 +101,7 @@ def read_hub(source: str, limit: int = 0) -> list[Conversation]:
 
 
 def check_conversation(row: Any, where: str) -> Conversation:
-    """The row, if it is a conversation; a UserError says what is wrong with it."""
+    """The row, if it is a conversation; else a UserError with the reason."""
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list):
         raise UserError(f'{where}: no messages; expected {{"messages": [{{"role": "user", "content": "..."}}]}}')
@@ -127,27 +109,27 @@ def check_conversation(row: Any, where: str) -> Conversation:
         raise UserError(f"{where}: the conversation is empty")
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise UserError(f"{where}: a message needs a role and a text as content, not {str(message)[:60]}")
+            raise UserError(f"{where}: a message needs a role and a string as content, not {str(message)[:60]}")
         if message.get("role") not in ROLES:
-            raise UserError(f"{where}: unknown role {message.get('role')!r}; known are {', '.join(ROLES)}")
+            raise UserError(f"{where}: unknown role {message.get('role')!r}, use {', '.join(ROLES)}")
     if not isinstance(row.get("meta") or {}, dict):
         raise UserError(f"{where}: meta must be an object, not {str(row['meta'])[:60]}")
     first = next((m["role"] for m in messages if m["role"] != "system"), "system")
     if first != "user":
-        problem = "the assistant speaks first" if first == "assistant" else "nobody speaks but the system"
-        raise UserError(f"{where}: {problem}; a user's message must come before")
+        problem = "the assistant speaks first" if first == "assistant" else "only the system speaks"
+        raise UserError(f"{where}: {problem}; a user's message must come first")
     return row
 
 
-def written_by(conversations: Sequence[Conversation]) -> Counter[str]:
-    """Which target wrote how many of the conversations; the empty name is for those that do not say."""
+def count_by_model(conversations: Sequence[Conversation]) -> Counter[str]:
+    """How many of the conversations each model wrote; the empty name counts those that name none."""
     return Counter(str((row.get("meta") or {}).get("target") or "") for row in conversations)
 
 
-def foreign_warning(conversations: Sequence[Conversation], target: str) -> str:
-    """How many of the conversations are not marked as written by `target`; empty where all are."""
-    foreign = len(conversations) - written_by(conversations)[target]
-    return f"{foreign} of {len(conversations)} answers are not marked as written by {target}" if foreign else ""
+def answers_of_other_models(conversations: Sequence[Conversation], target: str) -> str:
+    """A clause that counts the conversations not marked as written by `target`; empty if there are none."""
+    others = len(conversations) - count_by_model(conversations)[target]
+    return f"{others} of {len(conversations)} answers are not marked as written by {target}" if others else ""
 
 
 # ------------------------------------------------------------------------------------------------ samples
@@ -159,7 +141,7 @@ def build_samples(
     max_length: int,
     template_kwargs: dict[str, Any] | None = None,
 ) -> Samples:
-    """Tokenise and cut at `max_length`. What has nothing left to learn from is dropped and counted."""
+    """Tokenise and cut at `max_length`. Conversations without a supervised token are dropped and counted."""
     samples, refusals = Samples([]), []
     dropped: Counter[str] = Counter()
     for row, conversation in enumerate(conversations):
@@ -190,7 +172,7 @@ def build_samples(
 
 
 def digest(samples: Sequence[Sample]) -> str:
-    """A short name for what the samples hold: ids and supervision, in their order."""
+    """A short hash of the samples: ids and supervision, in their order."""
     sha = hashlib.sha256()
     for sample in samples:
         sha.update(len(sample.ids).to_bytes(8))
@@ -201,21 +183,21 @@ def digest(samples: Sequence[Sample]) -> str:
 
 def split_validation(samples: Sequence[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:
     """(training, validation), disjoint, each in the given order. Any share above 0 holds out at least one
-    sample, and at least one is left to train on."""
+    sample, and at least one is left for training."""
     if not 0 <= share < 1:
         raise UserError(f"validation share {share}: must be at least 0 and below 1")
     count = 0 if share == 0 else max(1, round(share * len(samples)))
     count = min(count, len(samples) - 1)
-    held = set(np.random.default_rng(seed).permutation(len(samples))[: max(0, count)].tolist())
-    training = [sample for i, sample in enumerate(samples) if i not in held]
-    return training, [sample for i, sample in enumerate(samples) if i in held]
+    held_out = set(np.random.default_rng(seed).permutation(len(samples))[: max(0, count)].tolist())
+    training = [sample for i, sample in enumerate(samples) if i not in held_out]
+    return training, [sample for i, sample in enumerate(samples) if i in held_out]
 
 
 def draft_vocabulary(samples: Sequence[Sample], size: int, vocab_size: int, kept: Tensor | None = None) -> Tensor:
-    """The ids that a reduced output layer has rows for: int64 [size], ascending; those of `kept` are among them.
+    """Token ids of the rows of a reduced output layer: int64 [size], ascending; those of `kept` are among them.
 
-    The most frequent supervised tokens (of equally frequent ones the smaller id); where the samples hold
-    fewer distinct ones, the smallest ids that are left.
+    The most frequent supervised tokens (of equally frequent ones the smaller id); where the samples contain
+    fewer distinct ones, the smallest of the other ids.
     """
     if not 0 < size <= vocab_size:
         raise UserError(f"draft vocabulary of {size}: the target has {vocab_size} tokens")

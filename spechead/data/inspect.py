@@ -1,70 +1,68 @@
-"""`spechead data inspect`: what a file teaches: samples with the supervised tokens marked, and counts.
+"""`spechead data inspect`: print samples of a file with the supervised tokens marked, and counts.
 
-Look at this before training: a wrong mask trains without complaint. Knows nothing of training.
+Look at this before training: a wrong supervision mask raises no error.
 """
 
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spechead.data.dataset import Conversation, Sample, Samples, build_samples, read_conversations, written_by
-from spechead.errors import UserError
+from spechead.data.dataset import Conversation, Sample, Samples, build_samples, count_by_model, read_conversations
+from spechead.options import Range
+from spechead.target.bundled import NAME as BUNDLED
 from spechead.target.loading import load_tokenizer
+from spechead.target.options import TargetName
 
 SUPERVISED_STYLE = "black on color(114)"
 
 
 @dataclass
-class InspectOptions:
-    """Which conversations to look at, and how many to show."""
+class InspectOptions(TargetName):
+    """Which conversations to inspect, and how many to print."""
 
     file: str
     """JSONL file, or a hub dataset as hf:NAME[:SPLIT]."""
-    target: str = "smollm2-135m"
-    """Embedded target, local folder or hub id whose chat template and tokenizer are used."""
-    max_length: int = 512
+    target: str = field(default=BUNDLED, kw_only=True)
+    """Bundled target, local folder or hub id whose chat template and tokenizer are used."""
+    max_length: Annotated[int, Range(1)] = 512
     """Conversations are cut after this many tokens."""
-    show: int = 3
-    """Samples to print, spread over the file."""
-    limit: int = 0
+    show: Annotated[int, Range(0)] = 3
+    """Samples to print, evenly spaced over the file."""
+    limit: Annotated[int, Range(0)] = 0
     """Conversations to read; 0 for all."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keywords for the chat template, such as {enable_thinking: false}."""
-    trust_remote_code: bool = False
-    """Let a hub model run its own Python code."""
 
 
 def inspect(options: InspectOptions, console: Console | None = None) -> dict[str, Any]:
     """Print samples and counts; returns the counts."""
-    if options.max_length < 1 or options.show < 0 or options.limit < 0:
-        raise UserError("--max-length must be at least 1, --show and --limit at least 0")
     console = console or Console(highlight=False, soft_wrap=True)
     conversations = read_conversations(options.file, options.limit)
     tokenizer = load_tokenizer(options.target, trust_remote_code=options.trust_remote_code)
     samples = build_samples(conversations, tokenizer, options.max_length, options.template_kwargs)
-    for sample in spread(samples.items, options.show):
+    for sample in evenly_spaced(samples.items, options.show):
         kind = (conversations[sample.row].get("meta") or {}).get("kind", "no kind")
         console.rule(f"conversation {sample.row}, {kind}, {len(sample.ids)} tokens")
         console.print(marked(tokenizer, sample, coloured=console.is_terminal))
-    counts = count(conversations, samples)
+    counts = count_samples(conversations, samples)
     console.rule("counts")
     console.print(table(counts))
     return counts
 
 
-def spread(samples: Sequence[Sample], number: int) -> list[Sample]:
-    """`number` samples at even distances, the first one among them."""
-    number = min(number, len(samples))
-    return [samples[i * len(samples) // number] for i in range(number)]
+def evenly_spaced(samples: Sequence[Sample], count: int) -> list[Sample]:
+    """`count` samples at even distances, starting with the first."""
+    count = min(count, len(samples))
+    return [samples[i * len(samples) // count] for i in range(count)]
 
 
 def marked(tokenizer: Any, sample: Sample, *, coloured: bool) -> Text:
-    """The sample's text, supervised runs coloured, or in ⟦brackets⟧ where there are no colours."""
+    """The sample's text, supervised runs coloured, or in ⟦brackets⟧ without colours."""
     text = Text()
     flags, start = sample.supervised.tolist(), 0
     for end in range(1, len(flags) + 1):
@@ -81,8 +79,8 @@ def marked(tokenizer: Any, sample: Sample, *, coloured: bool) -> Text:
     return text
 
 
-def count(conversations: Sequence[Conversation], samples: Samples) -> dict[str, Any]:
-    """Rows, tokens and origins, as numbers."""
+def count_samples(conversations: Sequence[Conversation], samples: Samples) -> dict[str, Any]:
+    """Conversations, tokens, kinds, the models that wrote them, and what was dropped."""
     kinds = Counter(str((conversations[s.row].get("meta") or {}).get("kind", "?")) for s in samples.items)
     return {
         "conversations": len(conversations),
@@ -92,13 +90,13 @@ def count(conversations: Sequence[Conversation], samples: Samples) -> dict[str, 
         "supervised tokens": sum(int(s.supervised.sum()) for s in samples.items),
         "longest": max(len(s.ids) for s in samples.items),
         "kinds": dict(kinds.most_common()),
-        "written by": {name or "not said": n for name, n in written_by(conversations).most_common()},
+        "written by": {name or "not recorded": n for name, n in count_by_model(conversations).most_common()},
         "dropped": samples.dropped,
     }
 
 
 def table(counts: dict[str, Any]) -> Table:
-    """The counts, one a line; nested ones below their name."""
+    """The counts, one per line; nested ones below their name."""
     lines = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     lines.add_column()
     lines.add_column(justify="right")

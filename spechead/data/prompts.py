@@ -1,10 +1,9 @@
-"""Read the prompts of an evaluation. Knows nothing of models or of what is measured.
+"""Read the prompts of an evaluation.
 
-A row is `{"question_id": 7, "category": "coding", "turns": ["...", ...]}`; only the first turn is asked. Many
+A row is `{"question_id": 7, "category": "coding", "turns": ["...", ...]}`; only the first turn is used. Many
 public files carry `turns` alone: then the id is the line number and the category "other".
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spechead.errors import UserError
-from spechead.files import reason
+from spechead.files import read_jsonl
 
 
 @dataclass(frozen=True)
@@ -23,25 +22,19 @@ class Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """All prompts of a JSONL file; a UserError names the file and the line that is not one."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise UserError(f"cannot read the prompts {path}: {reason(error)}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"the prompts {path} are not UTF-8 text: {error}") from error
-    prompts = [_prompt(line, number, path) for number, line in enumerate(lines, start=1) if line.strip()]
+    """All prompts of a JSONL file; a UserError names the file and the first line that is not a prompt."""
+    prompts: dict[int | str, Prompt] = {}
+    for where, row in read_jsonl(path, "prompts"):
+        prompt = _prompt(row, where)
+        if prompt.question_id in prompts:
+            raise UserError(f"{where}: question_id {prompt.question_id!r} is there twice")
+        prompts[prompt.question_id] = prompt
     if not prompts:
-        raise UserError(f"{path} holds no prompts")
-    ids: dict[int | str, int] = {}
-    for index, prompt in enumerate(prompts):
-        if prompt.question_id in ids:
-            raise UserError(f"{path}: question_id {prompt.question_id!r} is there twice")
-        ids[prompt.question_id] = index
-    return prompts
+        raise UserError(f"{path}: contains no prompts")
+    return list(prompts.values())
 
 
-def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+def balanced(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """`count` prompts spread over the categories: the first of each, then the second, in file order."""
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
@@ -51,13 +44,9 @@ def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     return [prompt for prompt in prompts if prompt.question_id in chosen]
 
 
-def _prompt(line: str, number: int, path: Path) -> Prompt:
-    where = f"{path} line {number}"
-    try:
-        row: Any = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where} is not valid JSON: {error}") from error
+def _prompt(row: Any, where: str) -> Prompt:
     turns = row.get("turns") if isinstance(row, dict) else None
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
-        raise UserError(f'{where} has no prompt: expected {{"question_id": 1, "category": "...", "turns": ["..."]}}')
-    return Prompt(row.get("question_id", number), str(row.get("category") or "other"), turns[0])
+        raise UserError(f'{where}: no prompt, expected {{"question_id": 1, "category": "...", "turns": ["..."]}}')
+    line = int(where.rpartition(" ")[2])
+    return Prompt(row.get("question_id", line), str(row.get("category") or "other"), turns[0])

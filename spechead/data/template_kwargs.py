@@ -1,7 +1,7 @@
-"""Whether texts that belong together were rendered with the same keywords of the chat template.
+"""Compare the keywords of the chat template between data, training and decoding.
 
-A keyword such as enable_thinking changes what stands before an answer; a head trained on one form and used on another
-drafts worse, and nothing else tells. Knows nothing of how a chat is rendered.
+A keyword such as enable_thinking changes the text before an answer; a head trained on one form and used on another
+drafts worse without any other sign.
 """
 
 import json
@@ -13,21 +13,21 @@ from spechead.files import read_json
 Keywords = dict[str, Any]
 
 
-def template_warning(ours: Keywords, theirs: Keywords | None, what: str) -> str:
-    """One line where the keywords differ, else nothing. `what` is the subject and verb for `theirs`, such as
-    "head runs/a/head was trained"; None means that they are not known."""
-    if theirs is None or ours == theirs:
+def template_warning(used: Keywords, recorded: Keywords | None, what: str) -> str:
+    """One line if the keywords differ, else "". `what`: subject and verb for `recorded`, such as
+    "head runs/a/head was trained"; `recorded` is None where it is unknown."""
+    if recorded is None or used == recorded:
         return ""
     return (
-        f"{what} with template keywords {json.dumps(theirs)}, here they are {json.dumps(ours)}: "
+        f"{what} with template keywords {json.dumps(recorded)}, here they are {json.dumps(used)}: "
         "where the prompts' form differs, drafts fit worse"
     )
 
 
-def written_with(source: str) -> Keywords | None:
-    """The keywords with which `spechead data synthesize` wrote the JSONL file `source`, as its .meta.json has them.
+def keywords_of_data(source: str) -> Keywords | None:
+    """The keywords with which `spechead data synthesize` wrote the JSONL file `source`, from its .meta.json.
 
-    None where there is no such record: texts of other origin, hub datasets. Raises UserError where it is not JSON.
+    None without such a record: data of other origin, hub datasets. Raises UserError if the record is not JSON.
     """
     path = Path(source + ".meta.json")
     meta = read_json(path) if path.is_file() else None

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from spechead import __version__, metrics
-from spechead.data.prompts import spread
+from spechead.data.prompts import balanced
 from spechead.decoding.detokenize import StreamDetokenizer
 from spechead.decoding.generate import generate
 from spechead.errors import UserError
@@ -140,7 +140,7 @@ def measure(target: Target, ways: Sequence[Mode], asked: Sequence[Question], opt
     """Decode every question plainly and in every mode, in turns and in alternating order, after a warm-up."""
     decoders: dict[str, Callable[[Question], Run]] = {PLAIN: partial(_decode, target, options)}
     decoders |= {mode.name: partial(_decode, target, options, mode=mode) for mode in ways}
-    with_generate = {p.question_id for p in spread([q.prompt for q in asked], options.generate_prompts)}
+    with_generate = {p.question_id for p in balanced([q.prompt for q in asked], options.generate_prompts)}
 
     for decoder in decoders.values():
         decoder(asked[0].shortened())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from spechead.data import chat
-from spechead.data.prompts import Prompt, read_prompts, spread
+from spechead.data.prompts import Prompt, balanced, read_prompts
 from spechead.decoding.generate import RANKED, Speculation, generate
 from spechead.decoding.sampling import Sampler
 from spechead.decoding.tree import Plan, parse_tree
@@ -80,7 +80,7 @@ class MeasureOptions(ModelOptions):
 
     def read_prompts(self) -> list[Prompt]:
         prompts = read_prompts(self.prompt_file)
-        return spread(prompts, self.limit) if self.limit else prompts
+        return balanced(prompts, self.limit) if self.limit else prompts
 
 
 # ------------------------------------------------------------------------------------------------ preparing

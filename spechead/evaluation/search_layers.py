@@ -17,8 +17,8 @@ from rich.console import Console
 from torch import Tensor
 
 from spechead.data.chat import prompt_ids
-from spechead.data.dataset import read_jsonl
-from spechead.data.prompts import Prompt, read_prompts, spread
+from spechead.data.dataset import read_file
+from spechead.data.prompts import Prompt, balanced, read_prompts
 from spechead.decoding.generate import generate
 from spechead.errors import UserError
 from spechead.files import shipped
@@ -68,7 +68,7 @@ class Kept:
 
 def search(options: SearchOptions) -> Kept:
     """Search, print the layers kept as a drafter to standard output, and all about them to standard error."""
-    prompts = spread(read_prompts(Path(options.prompts)) if options.prompts else sample_prompts(), options.limit)
+    prompts = balanced(read_prompts(Path(options.prompts)) if options.prompts else sample_prompts(), options.limit)
     notes = Console(stderr=True, highlight=False, markup=False)
     with notes.status("loading the target"):
         target = Target.load(
@@ -96,7 +96,7 @@ def search(options: SearchOptions) -> Kept:
 def sample_prompts() -> list[Prompt]:
     """What the user says first in the conversations of the shipped sample data."""
     found = []
-    for number, row in enumerate(read_jsonl(shipped(SAMPLE_DATA)), start=1):
+    for number, row in enumerate(read_file(shipped(SAMPLE_DATA)), start=1):
         first = next(message["content"] for message in row["messages"] if message["role"] == "user")
         found.append(Prompt(number, str((row.get("meta") or {}).get("kind") or "other"), first))
     return found

@@ -26,12 +26,12 @@ from spechead import metrics
 from spechead.data.dataset import (
     Conversation,
     Sample,
+    answers_of_other_models,
     build_samples,
-    foreign_warning,
     read_conversations,
     split_validation,
 )
-from spechead.data.prompts import Prompt, read_prompts, spread
+from spechead.data.prompts import Prompt, balanced, read_prompts
 from spechead.decoding.generate import RANKED, Speculation, generate
 from spechead.decoding.random_source import SeededSource
 from spechead.decoding.sampling import Drawing
@@ -148,14 +148,14 @@ def calibration_texts(options: TuneOptions, target: Target) -> list[Sample]:
     if options.data:
         conversations = read_conversations(options.data)
         texts = _samples(conversations, options, target)[: options.limit]
-        if warning := foreign_warning([conversations[text.row] for text in texts], target.name):
+        if warning := answers_of_other_models([conversations[text.row] for text in texts], target.name):
             print(f"data: {warning}; the tree is chosen for texts that it may not write", file=sys.stderr)
         return texts
     data, seed = split_of(Path(options.head))
     conversations = read_conversations(data.sources(), data.limit)
     texts = _samples(conversations, options, target, data.max_length)
     held_out = split_validation(texts, data.validation_share, seed)[1][: options.limit]
-    if not foreign_warning([conversations[text.row] for text in held_out], target.name):
+    if not answers_of_other_models([conversations[text.row] for text in held_out], target.name):
         return held_out
     first = [next(m["content"] for m in conversations[t.row]["messages"] if m["role"] == "user") for t in held_out]
     return _answered([Prompt(number, "sample", text) for number, text in enumerate(first)], options, target)
@@ -188,7 +188,7 @@ def _samples(
 
 def _answered(prompts: Sequence[Prompt], options: TuneOptions, target: Target) -> list[Sample]:
     """The prompts with the target's own greedy answers, by the plain decoder."""
-    asked = questions(spread(prompts, options.limit), target, options)
+    asked = questions(balanced(prompts, options.limit), target, options)
     texts = []
     with Progress("the target answers", len(asked), "prompt") as progress:
         for number, question in enumerate(asked):
@@ -245,7 +245,7 @@ class TextAsDrafts(Drawing):
     """Draws what the text says, and notes the ranks that the drafter gave it, as far as the draft vocabulary has it."""
 
     def __init__(self, head: Head, coming: Tensor) -> None:
-        super().__init__(temperature=1.0, chance=SeededSource(0))
+        super().__init__(temperature=1.0, random=SeededSource(0))
         ids, inside = head.to_draft(coming.to(head.target.device))
         self._coming = [id if known else OUTSIDE for id, known in zip(ids.tolist(), inside.tolist(), strict=True)]
         self.found: list[int] = []

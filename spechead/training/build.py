@@ -13,13 +13,13 @@ import torch
 
 from spechead.data.dataset import (
     Sample,
+    answers_of_other_models,
     build_samples,
     draft_vocabulary,
-    foreign_warning,
     read_conversations,
     split_validation,
 )
-from spechead.data.template_kwargs import template_warning, written_with
+from spechead.data.template_kwargs import keywords_of_data, template_warning
 from spechead.decoding.tree import parse_tree
 from spechead.errors import UserError
 from spechead.heads import HEADS, Head
@@ -44,10 +44,10 @@ def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> Data:
     sources, keywords = recipe.data.sources(), recipe.target.template_kwargs
     conversations = read_conversations(sources, recipe.data.limit)
     samples = build_samples(conversations, target.tokenizer, recipe.data.max_length, keywords)
-    foreign = foreign_warning(conversations, target.name)
+    foreign = answers_of_other_models(conversations, target.name)
     if ranks.first:
         for source in sources:
-            if warning := template_warning(keywords, written_with(source), f"{source} was written"):
+            if warning := template_warning(keywords, keywords_of_data(source), f"{source} was written"):
                 print(f"data: {warning} (option target.template_kwargs)")
         for why, count in samples.dropped.items():
             print(f"data: {count} of {len(conversations)} conversations {why}")

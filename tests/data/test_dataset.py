@@ -14,11 +14,11 @@ from spechead.data.dataset import (
     Sample,
     build_samples,
     collate,
+    count_by_model,
     draft_vocabulary,
     plan_step,
     read_conversations,
     split_validation,
-    written_by,
 )
 from spechead.errors import UserError
 from tests.helpers.targets import make_toy_tokenizer
@@ -60,16 +60,16 @@ def test_files_are_read_in_order_up_to_the_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"messages": [', "line 2: not JSON"),
+        ('{"messages": [', "line 2: not valid JSON"),
         ("[1, 2]", "line 2: no messages"),
         ({"prompt": "Hi"}, "line 2: no messages"),
         ({"messages": []}, "line 2: the conversation is empty"),
         ({"messages": [{"role": "human", "content": "Hi"}]}, "line 2: unknown role 'human'"),
         ({"messages": [{"role": "user", "content": "Hi"}], "meta": 5}, "line 2: meta must be an object, not 5"),
-        ({"messages": [{"role": "user", "content": None}]}, "line 2: a message needs a role and a text"),
-        ({"messages": ["Hi"]}, "line 2: a message needs a role and a text"),
+        ({"messages": [{"role": "user", "content": None}]}, "line 2: a message needs a role and a string"),
+        ({"messages": ["Hi"]}, "line 2: a message needs a role and a string"),
         ({"messages": [{"role": "assistant", "content": "Hi"}]}, "line 2: the assistant speaks first"),
-        ({"messages": [{"role": "system", "content": "Hi"}]}, "line 2: nobody speaks but the system"),
+        ({"messages": [{"role": "system", "content": "Hi"}]}, "line 2: only the system speaks"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
@@ -82,10 +82,10 @@ def test_a_bad_line_is_named(tmp_path: Path, line: Any, message: str) -> None:
 def test_missing_empty_and_binary_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.jsonl: no such file"):
         read_conversations(str(tmp_path / "none.jsonl"))
-    with pytest.raises(UserError, match=r"empty\.jsonl: no conversation in it"):
+    with pytest.raises(UserError, match=r"empty\.jsonl: contains no conversation"):
         read_conversations(write(tmp_path / "empty.jsonl"))
     (tmp_path / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(UserError, match=r"binary\.jsonl is not UTF-8"):
+    with pytest.raises(UserError, match=r"binary\.jsonl are not UTF-8"):
         read_conversations(str(tmp_path / "binary.jsonl"))
 
 
@@ -104,7 +104,7 @@ def test_a_dataset_is_read_through_datasets(tmp_path: Path, monkeypatch: pytest.
 
 def test_who_wrote_the_answers() -> None:
     rows = [conversation("a", "b", target="x"), conversation("a", "b"), {"messages": [], "meta": None}]
-    assert written_by(rows) == {"x": 1, "": 2}
+    assert count_by_model(rows) == {"x": 1, "": 2}
 
 
 # ------------------------------------------------------------------------------------------------ samples

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from spechead.data import inspect as module
-from spechead.data.inspect import InspectOptions, inspect, spread
+from spechead.data.dataset import Sample
+from spechead.data.inspect import InspectOptions, evenly_spaced, inspect
 from spechead.errors import UserError
 from tests.helpers.targets import make_target
 
@@ -41,19 +43,19 @@ def shown(options: InspectOptions, *, terminal: bool = False) -> tuple[str, dict
 
 
 def test_supervised_runs_stand_in_brackets_where_there_is_no_terminal(file: Path) -> None:
-    text, _ = shown(InspectOptions(str(file), max_length=60, show=2))
+    text, _ = shown(InspectOptions(file=str(file), max_length=60, show=2))
     assert "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Yo<|im_end|>⟧\n" in text
     assert "⟦Yes [bold]<|im_end|>⟧" in text, "text of the data is not markup"
     assert "conversation 0, maths" in text and "\x1b" not in text
 
 
 def test_supervised_runs_are_coloured_on_a_terminal(file: Path) -> None:
-    text, _ = shown(InspectOptions(str(file), max_length=60, show=1), terminal=True)
+    text, _ = shown(InspectOptions(file=str(file), max_length=60, show=1), terminal=True)
     assert "⟦" not in text and "mYo<|im_end|>\x1b[0m" in text
 
 
 def test_counts(file: Path) -> None:
-    text, counts = shown(InspectOptions(str(file), max_length=60, show=0))
+    text, counts = shown(InspectOptions(file=str(file), max_length=60, show=0))
     prompt = 21
     assert counts == {
         "conversations": 4,
@@ -71,12 +73,13 @@ def test_counts(file: Path) -> None:
 
 def test_a_file_of_which_nothing_can_be_used_is_an_error(file: Path) -> None:
     with pytest.raises(UserError, match="none of 4 conversations can be used: 3 too long, 1 empty answer"):
-        shown(InspectOptions(str(file), max_length=10))
-    with pytest.raises(UserError, match="--max-length must be at least 1"):
-        shown(InspectOptions(str(file), max_length=0))
+        shown(InspectOptions(file=str(file), max_length=10))
+    with pytest.raises(UserError, match="option max_length: must be at least 1, got 0"):
+        shown(InspectOptions(file=str(file), max_length=0))
 
 
-def test_samples_are_spread_over_the_file() -> None:
-    assert spread(list(range(10)), 3) == [0, 3, 6]  # type: ignore[arg-type]
-    assert spread(list(range(2)), 5) == [0, 1]  # type: ignore[arg-type]
-    assert spread([], 2) == []
+def test_samples_are_evenly_spaced_over_the_file() -> None:
+    samples = [Sample(torch.zeros(1), torch.zeros(1), row) for row in range(10)]
+    assert [sample.row for sample in evenly_spaced(samples, 3)] == [0, 3, 6]
+    assert [sample.row for sample in evenly_spaced(samples[:2], 5)] == [0, 1]
+    assert evenly_spaced([], 2) == []

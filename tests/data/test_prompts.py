@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from spechead.data.prompts import Prompt, read_prompts, spread
+from spechead.data.prompts import Prompt, balanced, read_prompts
 from spechead.errors import UserError
 from spechead.files import shipped
 
@@ -36,12 +36,12 @@ def test_rows_with_turns_alone_get_a_number_and_the_category_other(tmp_path: Pat
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"turns": ["a"]}\n{"turns": \n', "line 2 is not valid JSON"),
-        ('{"turns": []}', "line 1 has no prompt"),
-        ('{"turns": "a"}', "line 1 has no prompt"),
-        ('{"turns": ["  "]}', "line 1 has no prompt"),
-        ('["a"]', "line 1 has no prompt"),
-        ("\n\n", "holds no prompts"),
+        ('{"turns": ["a"]}\n{"turns": \n', "line 2: not valid JSON"),
+        ('{"turns": []}', "line 1: no prompt"),
+        ('{"turns": "a"}', "line 1: no prompt"),
+        ('{"turns": ["  "]}', "line 1: no prompt"),
+        ('["a"]', "line 1: no prompt"),
+        ("\n\n", "contains no prompts"),
         (
             '{"question_id": 7, "turns": ["a"]}\n{"question_id": 7, "turns": ["b"]}',
             "question_id 7 is there twice",
@@ -65,6 +65,6 @@ def test_missing_and_binary_files_are_named(tmp_path: Path) -> None:
 
 def test_spread_takes_the_first_of_each_kind_in_file_order() -> None:
     prompts = [Prompt(i, "abbcca"[i], "?") for i in range(6)]
-    assert [p.question_id for p in spread(prompts, 3)] == [0, 1, 3]
-    assert [p.question_id for p in spread(prompts, 4)] == [0, 1, 3, 5]
-    assert spread(prompts, 0) == [] and spread(prompts, 99) == prompts
+    assert [p.question_id for p in balanced(prompts, 3)] == [0, 1, 3]
+    assert [p.question_id for p in balanced(prompts, 4)] == [0, 1, 3, 5]
+    assert balanced(prompts, 0) == [] and balanced(prompts, 99) == prompts

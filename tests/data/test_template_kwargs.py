@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from spechead.data.chat import prompt_ids
-from spechead.data.template_kwargs import template_warning, written_with
+from spechead.data.template_kwargs import keywords_of_data, template_warning
 from spechead.errors import UserError
 from tests.helpers.targets import make_toy_tokenizer
 
@@ -46,12 +46,12 @@ def test_equal_or_unknown_keywords_are_not_told(ours: dict[str, Any], theirs: di
 )
 def test_what_a_file_was_written_with(meta: object, keywords: dict[str, Any] | None, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.meta.json").write_text(json.dumps(meta))
-    assert written_with(str(tmp_path / "a.jsonl")) == keywords
+    assert keywords_of_data(str(tmp_path / "a.jsonl")) == keywords
 
 
 def test_files_without_a_record(tmp_path: Path) -> None:
-    assert written_with(str(tmp_path / "a.jsonl")) is None
-    assert written_with("hf:org/data:train") is None
+    assert keywords_of_data(str(tmp_path / "a.jsonl")) is None
+    assert keywords_of_data("hf:org/data:train") is None
     (tmp_path / "a.jsonl.meta.json").write_text("{")
     with pytest.raises(UserError, match=r"a\.jsonl\.meta\.json is not valid JSON"):
-        written_with(str(tmp_path / "a.jsonl"))
+        keywords_of_data(str(tmp_path / "a.jsonl"))
