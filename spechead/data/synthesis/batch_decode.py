@@ -1,9 +1,9 @@
-"""Decode many prompts at once, without drafts: for writing data, where tokens per second of all rows count.
+"""Decode many prompts at once, without drafts: for generating data, where the throughput of all rows counts.
 
-Rows are padded on the left; rows that have ended leave the batch once they are a good part of it. Knows
-nothing of chats or files, and its tokens are not promised to be bit-equal to `generate`'s.
+Rows are padded on the left; finished rows leave the batch once they are a good part of it. The tokens need not be
+bit-equal to those of `decoding.generate`.
 
-Legend: B rows still writing, T tokens so far (padding included), V vocabulary.
+Legend: B rows still decoding, T tokens so far (padding included), V vocabulary, k candidates.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,12 +16,15 @@ from torch import Tensor
 from spechead.target.cache import KVCache
 from spechead.target.model import Target
 
-LEAVE_SHARE = 0.125  # ended rows stay in the batch until they are this share of it: moving a cache costs, too
+COMPACT_SHARE = 0.125  # finished rows stay until they are this share of the batch: moving a cache costs, too
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How a token is chosen: greedy at temperature 0, else top-k, then top-p inside it."""
+    """How a token is chosen: greedy at temperature 0, else top-k, then top-p inside it.
+
+    `decoding.sampling.warp` applies the same rules to the whole vocabulary; its noise is tied to the position.
+    """
 
     temperature: float = 0.0
     top_k: int = 100
@@ -30,7 +33,7 @@ class Draw:
     def __call__(self, logits: Tensor, generator: torch.Generator) -> Tensor:  # [B, V] -> [B]
         if self.temperature == 0:
             return logits.max(-1).indices
-        # Sorting the whole vocabulary would cost more than the model does; top-p is cut inside the top-k.
+        # Drawing from the whole vocabulary would cost more than the model does.
         best, ids = logits.topk(min(self.top_k, logits.shape[-1]), -1)  # [B, k], descending
         shares = torch.softmax(best.float() / self.temperature, -1)
         before = shares.cumsum(-1) - shares
@@ -41,15 +44,15 @@ class Draw:
 
 @dataclass
 class Written:
-    """What one prompt was continued with; the ending token is not in `tokens`."""
+    """The continuation of one prompt; the token that ended it is not in `tokens`."""
 
     tokens: list[int] = field(default_factory=list)
     finished: bool = False
 
 
 def use_batch_attention(target: Target) -> None:
-    """Give the target transformers' own attention: with padding masks and many rows the fastest on a CPU, and
-    finite for padding; the eager one where scores are capped, which SDPA leaves out."""
+    """Switch the target to transformers' own attention: the fastest on a CPU with padding masks and many rows, and
+    finite for padding; eager attention where scores are capped, which SDPA does not support."""
     capped = getattr(target.config, "attn_logit_softcapping", None)
     fast = getattr(target.model, "_supports_sdpa", False) and not capped
     target.model.set_attn_implementation("sdpa" if fast else "eager")
@@ -76,8 +79,8 @@ def continue_batch(
     cache = KVCache()
     positions = (mask.cumsum(-1) - 1).clamp(min=0)  # [B, T]
     for _ in range(max_new_tokens):
-        known: dict[str, Any] = {target.cache_keyword: cache, "use_cache": True}
-        out = target.decoder(input_ids=ids, attention_mask=mask, position_ids=positions, **known)
+        caching: dict[str, Any] = {target.cache_keyword: cache, "use_cache": True}
+        out = target.decoder(input_ids=ids, attention_mask=mask, position_ids=positions, **caching)
         tokens = draw(target.logits(out.last_hidden_state[:, -1]), generator)  # [B]
         for row, token in zip(rows, tokens.tolist(), strict=True):
             if written[row].finished:
@@ -86,13 +89,13 @@ def continue_batch(
                 written[row].finished = True
             else:
                 written[row].tokens.append(token)
-        alive = [i for i, row in enumerate(rows) if not written[row].finished]
-        if not alive:
+        active = [i for i, row in enumerate(rows) if not written[row].finished]
+        if not active:
             break
-        if len(rows) - len(alive) >= LEAVE_SHARE * len(rows):
-            index = torch.tensor(alive, device=device)
+        if len(rows) - len(active) >= COMPACT_SHARE * len(rows):
+            index = torch.tensor(active, device=device)
             cache.select(index)
-            rows, tokens, mask = [rows[i] for i in alive], tokens[index], mask[index]
+            rows, tokens, mask = [rows[i] for i in active], tokens[index], mask[index]
         ids = tokens[:, None]  # [B, 1]
         mask = torch.cat([mask, mask.new_ones(len(rows), 1)], -1)
         positions = mask.sum(-1, keepdim=True) - 1

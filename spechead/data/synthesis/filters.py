@@ -1,7 +1,4 @@
-"""Decide which written prompts and answers are worth keeping; every refusal has a name, to be counted.
-
-Works on text and token ids alone. Knows nothing of models, templates or files.
-"""
+"""Filters for generated prompts and answers; each refusal has a reason, which is counted."""
 
 import re
 from collections import Counter, defaultdict
@@ -9,21 +6,21 @@ from collections.abc import Sequence
 
 MIN_WORDS = 3
 MIN_CHARACTERS = 12
-MIN_ASCII = 0.9  # share of characters that are printable ASCII; accents of a quoted translation stay below the rest
+MIN_ASCII = 0.9  # share of characters that are printable ASCII; leaves room for the accents of a quoted translation
 MIN_LETTERS = 0.5
 NGRAM = 4
 MIN_DISTINCT = 0.5  # share of the n-grams that must be distinct
-TAIL = 48  # tokens at the end that are looked at on their own: a loop begins late
+TAIL = 48  # tokens at the end that are checked separately: a loop begins late
 MIN_DISTINCT_TAIL = 0.35
 NEAR_OVERLAP = 0.6  # prompts that share this part of their word trigrams are near-duplicates
 
-# Only at the beginning of a line, where a transcript of turns would have them.
+# Only at the beginning of a line, as in a transcript of turns.
 ROLE_MARKER = re.compile(r"^\s*#*\s*(user|assistant|system|human|ai|bot|q|a)\s*:", re.IGNORECASE | re.MULTILINE)
 SPECIAL_MARKER = re.compile(r"<\|\w*\|?>?|\[/?INST\]|</?s>|<<SYS>>|<(start|end)_of_turn>")
 
 
 def refuse_prompt(text: str) -> str:
-    """Why `text` is not a usable prompt; empty when it is."""
+    """The reason why `text` is not a usable prompt; empty if it is one."""
     if len(text) < MIN_CHARACTERS or len(text.split()) < MIN_WORDS:
         return "prompt too short"
     if ROLE_MARKER.search(text) or SPECIAL_MARKER.search(text):
@@ -36,7 +33,8 @@ def refuse_prompt(text: str) -> str:
 
 
 def refuse_answer(text: str, tokens: Sequence[int], keep_loops: bool = False) -> str:
-    """Why `text`, written as `tokens`, is not a usable answer; empty when it is. `keep_loops` lets it repeat itself."""
+    """The reason why `text`, generated as `tokens`, is not a usable answer; empty if it is one. `keep_loops`: it may
+    repeat itself."""
     if not text.strip():
         return "answer empty"
     if SPECIAL_MARKER.search(text):
@@ -49,7 +47,7 @@ def refuse_answer(text: str, tokens: Sequence[int], keep_loops: bool = False) ->
 
 
 def mostly_english(text: str) -> bool:
-    """Mostly printable ASCII, and at least half of what is not space is letters."""
+    """Whether nearly all visible characters are printable ASCII, and at least half of them letters."""
     visible = [c for c in text if not c.isspace()]
     plain = sum(c.isascii() and c.isprintable() for c in visible)
     letters = sum(c.isalpha() for c in visible)
@@ -67,40 +65,40 @@ def repetitive(items: Sequence[object]) -> bool:
 
 
 class SeenPrompts:
-    """The prompts so far, to tell repeats and near-repeats (most of their word trigrams in common)."""
+    """The prompts so far, to detect duplicates and near-duplicates (most of their word trigrams in common)."""
 
     def __init__(self) -> None:
         self._exact: set[str] = set()
         self._sizes: list[int] = []
-        self._holders: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)  # trigram -> prompts with it
+        self._containing: defaultdict[tuple[str, ...], list[int]] = defaultdict(list)  # trigram -> prompts
 
-    def refuse(self, text: str) -> str:
-        """Why `text` is too close to an earlier prompt; empty when it is not, and then it is remembered."""
+    def add(self, text: str) -> str:
+        """Remember `text`, or return the reason why it is too similar to an earlier prompt."""
         words = re.findall(r"\w+", text.lower())
-        reason = self._closeness(words)
+        reason = self._similarity(words)
         if not reason:
             self._exact.add(" ".join(words))
             for gram in trigrams(words):
-                self._holders[gram].append(len(self._sizes))
+                self._containing[gram].append(len(self._sizes))
             self._sizes.append(len(trigrams(words)))
         return reason
 
-    def knows(self, text: str) -> bool:
-        """Whether `text` is an earlier prompt, or nearly; it is not remembered."""
-        return bool(self._closeness(re.findall(r"\w+", text.lower())))
+    def contains(self, text: str) -> bool:
+        """Whether `text` duplicates or nearly duplicates an earlier prompt; it is not remembered."""
+        return bool(self._similarity(re.findall(r"\w+", text.lower())))
 
-    def _closeness(self, words: list[str]) -> str:
+    def _similarity(self, words: list[str]) -> str:
         if " ".join(words) in self._exact:
             return "prompt is a duplicate"
         grams = trigrams(words)
-        shared: Counter[int] = Counter(holder for gram in grams for holder in self._holders.get(gram, ()))
-        for holder, count in shared.items():
+        shared: Counter[int] = Counter(prompt for gram in grams for prompt in self._containing.get(gram, ()))
+        for prompt, count in shared.items():
             # Jaccard index: common trigrams over all trigrams of the two.
-            if count >= NEAR_OVERLAP * (len(grams) + self._sizes[holder] - count):
+            if count >= NEAR_OVERLAP * (len(grams) + self._sizes[prompt] - count):
                 return "prompt is a near-duplicate"
         return ""
 
 
 def trigrams(words: Sequence[str]) -> set[tuple[str, ...]]:
-    """Word trigrams; a shorter text counts as one piece."""
+    """Word trigrams; a shorter text counts as one."""
     return {tuple(words[i : i + 3]) for i in range(max(1, len(words) - 2))}

@@ -1,9 +1,8 @@
-"""The kinds of conversation that `data synthesize` asks the target for: a table, no code.
+"""The kinds of conversation that `spechead data synthesize` generates: a table, no code.
 
-A kind steers the target while it plays the user, in two ways: a system turn that says what the assistant is
-for, and the first words of the user's message (an empty string leaves the beginning to the target, too).
-Neither is there when the target answers, except that the first words are a part of the prompt. Knows
-nothing of models.
+A kind steers the target in two ways while it writes the user's message: a system turn that describes the assistant,
+and the first words of the message (an empty string leaves these to the target, too). When the target answers, only
+the first words remain, as a part of the prompt.
 """
 
 from dataclasses import dataclass

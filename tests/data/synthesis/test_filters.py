@@ -44,20 +44,20 @@ def test_answers(text: str, tokens: list[int], reason: str) -> None:
 
 def test_repeats_and_near_repeats_of_earlier_prompts() -> None:
     seen = SeenPrompts()
-    assert seen.refuse("What is the best way to prepare for a job interview in the tech industry?") == ""
-    assert seen.refuse("what is the best way to prepare, for a job interview in the tech industry") == (
+    assert seen.add("What is the best way to prepare for a job interview in the tech industry?") == ""
+    assert seen.add("what is the best way to prepare, for a job interview in the tech industry") == (
         "prompt is a duplicate"
     )
     near = "What is the best way to prepare for a job interview in the film industry?"
-    assert seen.refuse(near) == "prompt is a near-duplicate"
-    assert seen.knows(near)
+    assert seen.add(near) == "prompt is a near-duplicate"
+    assert seen.contains(near)
     other = "What is the best way to prepare a duck?"
-    assert not seen.knows(other)
-    assert seen.refuse(other) == ""
-    assert seen.knows(other)
+    assert not seen.contains(other)
+    assert seen.add(other) == ""
+    assert seen.contains(other)
 
 
 def test_short_prompts_are_compared_whole() -> None:
     seen = SeenPrompts()
-    assert seen.refuse("Elephants") == "" == seen.refuse("Elephants swim")
-    assert seen.refuse("elephants swim!") == "prompt is a duplicate"
+    assert seen.add("Elephants") == "" == seen.add("Elephants swim")
+    assert seen.add("elephants swim!") == "prompt is a duplicate"

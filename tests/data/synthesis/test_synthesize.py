@@ -14,9 +14,9 @@ from spechead.data.synthesis.batch_decode import Written
 from spechead.data.synthesis.prompt_kinds import KINDS
 from spechead.data.synthesis.synthesize import (
     SynthesizeOptions,
-    first_special,
+    choose_kinds,
+    closing_tokens,
     parse_kinds,
-    share_out,
     steering,
     synthesize,
 )
@@ -73,7 +73,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
 
 
 def options(tmp_path: Path, **changes: Any) -> SynthesizeOptions:
-    values = {
+    values: dict[str, Any] = {
         "out": tmp_path / "out.jsonl",
         "count": 60,
         "batch_size": 8,
@@ -145,9 +145,9 @@ def test_an_interrupted_command_can_be_given_another_count_but_no_other_seed(tmp
     with pytest.raises(KeyboardInterrupt):
         synthesize(options(tmp_path))
     script.stop_after = 10**9
-    with pytest.raises(UserError, match=r"out\.jsonl\.partial was begun with --seed 0, now it is 1: .*delete"):
+    with pytest.raises(UserError, match=r"out\.jsonl\.partial was begun with seed = 0, now 1: .*delete"):
         synthesize(options(tmp_path, seed=1))
-    with pytest.raises(UserError, match="--max-new-tokens 256, now it is 8"):
+    with pytest.raises(UserError, match="max_new_tokens = 256, now 8"):
         synthesize(options(tmp_path, max_new_tokens=8))
     synthesize(options(tmp_path, count=10))
     assert len(rows(tmp_path / "out.jsonl")) == 10
@@ -176,13 +176,13 @@ def test_a_target_that_writes_no_user_turns_is_refused(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"count": 0}, "--count 0: must be at least 1"),
-        ({"max_new_tokens": 0}, "--max-new-tokens 0"),
-        ({"temperature": -1.0}, "--temperature must be"),
-        ({"top_p": 0.0}, "--top-p 0.0"),
-        ({"kinds": "poetry"}, "--kinds poetry: unknown kind; known are general, writing"),
-        ({"kinds": "coding=-1"}, "--kinds coding=-1: the weight"),
-        ({"kinds": "coding=much"}, "--kinds coding=much: the weight"),
+        ({"count": 0}, "option count: must be at least 1, got 0"),
+        ({"max_new_tokens": 0}, "option max_new_tokens: must be"),
+        ({"temperature": -1.0}, "option temperature: must be"),
+        ({"top_p": 0.0}, "option top_p: must be above 0 and at most 1"),
+        ({"kinds": "poetry"}, "option kinds: poetry is unknown, use general, writing"),
+        ({"kinds": "coding=-1"}, "option kinds: the weight of coding=-1"),
+        ({"kinds": "coding=much"}, "option kinds: the weight of coding=much"),
         ({"exclude": "none.jsonl"}, "none.jsonl: no such file"),
     ],
 )
@@ -207,8 +207,8 @@ def test_steering_finds_the_user_turn() -> None:
     found = steering(make_toy_tokenizer(), "Be brief.")
     assert found.opening == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
     assert found.closing == "<|im_end|>\n"
-    assert first_special(make_toy_tokenizer(), found.closing) == {2}
-    assert first_special(make_toy_tokenizer(), " [/INST]") == set()
+    assert closing_tokens(make_toy_tokenizer(), found.closing) == {2}
+    assert closing_tokens(make_toy_tokenizer(), " [/INST]") == set()
 
 
 def test_steering_without_system_turn_opens_the_users_turn_with_it() -> None:
@@ -224,9 +224,9 @@ def test_steering_without_system_turn_opens_the_users_turn_with_it() -> None:
 
 def test_kinds_that_are_behind_get_more() -> None:
     weights = {"a": 1.0, "b": 1.0}
-    kinds = Counter(share_out(weights, Counter(a=100, b=0), 60, random.Random(0)))
+    kinds = Counter(choose_kinds(weights, Counter(a=100, b=0), 60, random.Random(0)))
     assert kinds == {"b": 60}
-    assert Counter(share_out(weights, Counter(), 1000, random.Random(0)))["a"] == pytest.approx(500, abs=60)
+    assert Counter(choose_kinds(weights, Counter(), 1000, random.Random(0)))["a"] == pytest.approx(500, abs=60)
 
 
 def test_kinds_of_the_command_line() -> None:
