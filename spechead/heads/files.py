@@ -92,7 +92,7 @@ def load_head(folder: Path, target: Target, *, force: bool = False, dtype: torch
 def read_head(folder: Path) -> tuple[str, Any, dict[str, torch.Tensor]]:
     """Kind, configuration and tensors of the head in `folder`, whoever its target is."""
     config = _read_config(folder)
-    return config["kind"], _head_config(folder, config), _read_tensors(folder / WEIGHTS)
+    return config["kind"], _head_config(folder, config), read_tensors(folder / WEIGHTS)
 
 
 def has_head(folder: Path) -> bool:
@@ -181,7 +181,16 @@ def _head_config(folder: Path, config: dict[str, Any]) -> Any:
     return kind.Config(**convert(kind.Config, config["config"], "head.options."))
 
 
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file; UserError where that fails."""
+    try:
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {path}: {reason(error) if isinstance(error, OSError) else error}") from error
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read a safetensors file; UserError where that fails."""
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
@@ -189,7 +198,7 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _load_strictly(head: Head, path: Path) -> None:
-    state = _read_tensors(path)
+    state = read_tensors(path)
     ours = head.state_dict()
     missing, unexpected = sorted(ours.keys() - state.keys()), sorted(state.keys() - ours.keys())
     if missing or unexpected:
