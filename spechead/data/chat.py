@@ -1,9 +1,8 @@
-"""Chats to token ids, and which of the tokens the assistant wrote, for any chat template.
+"""Chats to token ids, and the mask of the tokens that the assistant wrote, for any chat template.
 
-Most shipped templates do not mark what the assistant says, so this file finds it by rendering: the prompt of
-a turn is a prefix of the whole chat, and a sentinel in place of an answer shows what stands around it. Where
-neither helps, that is an error: a wrong mask would train on the wrong tokens without a sign.
-Knows nothing of datasets, models or files.
+Most templates do not mark the assistant's text, so it is located by rendering: the prompt of a turn is a prefix of
+the whole chat, and a sentinel in place of an answer shows the text around it. Where neither works, that is an error:
+a wrong mask would silently train on the wrong tokens.
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
     |------------------ prompt ------------------------|           |
@@ -22,12 +21,12 @@ Message = dict[str, str]
 
 
 class TemplateError(UserError):
-    """A chat template that refuses a chat, or hides where the assistant speaks."""
+    """A chat template that refuses a chat, or in which an assistant turn cannot be located."""
 
 
 @dataclass
 class Encoded:
-    """A chat as the model sees it. supervised[i]: the assistant wrote token i; the end of its turn counts."""
+    """A tokenised chat. supervised[i]: the assistant wrote token i, the end of its turn included."""
 
     ids: list[int]
     supervised: list[bool]
@@ -40,28 +39,28 @@ def encode(
     *,
     unfinished: bool = False,
 ) -> Encoded:
-    """Tokenise a whole chat. `unfinished`: a cap cut the last answer, the assistant did not end it."""
+    """Tokenise a whole chat. `unfinished`: the length cap cut the last answer, so that its end is not supervised."""
     text = render(tokenizer, messages, template_kwargs)
-    pieces = Tokenized(tokenizer, text)
-    borders: list[tuple[int, int]] = []
+    tokens = Tokenized(tokenizer, text)
+    spans: list[tuple[int, int]] = []
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for turn in turns:
         start, content_end, end = find_span(tokenizer, messages, turn, text, template_kwargs)
-        first = pieces.cut(start)
-        borders.append((first, pieces.border(content_end if unfinished and turn == turns[-1] else end)))
-    supervised = [False] * len(pieces.ids)
-    for first, last in borders:
+        first = tokens.cut(start)
+        spans.append((first, tokens.count_before(content_end if unfinished and turn == turns[-1] else end)))
+    supervised = [False] * len(tokens.ids)
+    for first, last in spans:
         supervised[first:last] = [True] * (last - first)
     if sum(supervised) in (0, len(supervised)):
         share = "none" if not any(supervised) else "all"
         raise TemplateError(
-            f"the chat template of {template_name(tokenizer)} leaves {share} of a chat to the assistant"
+            f"the chat template of {template_name(tokenizer)} attributes {share} of a chat to the assistant"
         )
-    return Encoded(pieces.ids, supervised)
+    return Encoded(tokens.ids, supervised)
 
 
 def prompt_ids(tokenizer: Any, messages: list[Message], template_kwargs: dict[str, Any] | None = None) -> list[int]:
-    """Token ids after which the assistant speaks."""
+    """Token ids of the chat up to the assistant's answer."""
     return tokenize(tokenizer, prompt_text(tokenizer, messages, template_kwargs))
 
 
@@ -72,7 +71,7 @@ def render(
     *,
     generate: bool = False,
 ) -> str:
-    """The chat as text, with the opening of an assistant turn at its end if `generate`."""
+    """The chat as text; `generate`: with the opening of an assistant turn at its end."""
     try:
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=generate, **(template_kwargs or {})
@@ -84,19 +83,19 @@ def render(
 
 
 def tokenize(tokenizer: Any, text: str) -> list[int]:
-    """Ids of a rendered text: whatever begins a sequence is already in it as the template writes it."""
+    """Ids of a rendered text; the template has already added the tokens that begin a sequence."""
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def prompt_text(tokenizer: Any, messages: list[Message], template_kwargs: dict[str, Any] | None = None) -> str:
-    """The chat up to where the assistant speaks, also for templates that ignore add_generation_prompt."""
-    asked = render(tokenizer, messages, template_kwargs, generate=True)
+    """The chat up to the assistant's answer, also for templates that ignore add_generation_prompt."""
+    prompt = render(tokenizer, messages, template_kwargs, generate=True)
     plain = render(tokenizer, messages, template_kwargs)
-    if asked != plain:
-        return asked
+    if prompt != plain:
+        return prompt
     answered = [*messages, {"role": "assistant", "content": SENTINEL}]
-    opened, found, _ = render(tokenizer, answered, template_kwargs).partition(SENTINEL)
-    if not found or not opened.startswith(plain):
+    opened, sentinel, _ = render(tokenizer, answered, template_kwargs).partition(SENTINEL)
+    if not sentinel or not opened.startswith(plain):
         raise no_span(tokenizer)
     # A space before the answer belongs to the answer's first token, not to the prompt.
     return opened if opened[len(plain) :].strip() else plain
@@ -112,7 +111,7 @@ def find_span(
     text: str,
     template_kwargs: dict[str, Any] | None = None,
 ) -> tuple[int, int, int]:
-    """Characters of `text` where an assistant turn begins, its content ends and its terminator ends."""
+    """Character positions in `text` of an assistant turn: its begin, the end of its content, of its terminator."""
     before, after = around(tokenizer, messages, turn, template_kwargs)
     if not text.endswith(after):
         raise no_span(tokenizer)
@@ -120,13 +119,13 @@ def find_span(
     prompt = prompt_text(tokenizer, messages[:turn], template_kwargs)
     if text.startswith(prompt):
         start = len(prompt)
-    elif text.startswith(before):  # the template writes earlier turns in another way once later ones follow
+    elif text.startswith(before):  # the template renders earlier turns differently once later ones follow
         start = len(before)
     else:
         raise no_span(tokenizer)
     if start > content_end:
         raise no_span(tokenizer)
-    # Asked where the turn is the last: elsewhere the next turn's opening could pass for its end.
+    # Rendered with the turn as the last: otherwise the next turn's opening could pass for its terminator.
     _, alone = around(tokenizer, messages[: turn + 1], turn, template_kwargs)
     ending = terminator(tokenizer, alone)
     end = content_end + len(ending) if text.startswith(ending, content_end) else content_end
@@ -138,14 +137,14 @@ def around(
 ) -> tuple[str, str]:
     """The rendered text before and after the content of one turn."""
     marked = [*messages[:turn], {**messages[turn], "content": SENTINEL}, *messages[turn + 1 :]]
-    before, found, after = render(tokenizer, marked, template_kwargs).partition(SENTINEL)
-    if not found:
+    before, sentinel, after = render(tokenizer, marked, template_kwargs).partition(SENTINEL)
+    if not sentinel:
         raise no_span(tokenizer)
     return before, after
 
 
 def terminator(tokenizer: Any, after: str) -> str:
-    """The control token that `after` begins with, as text with the space before it; empty if it has none."""
+    """The control token that `after` begins with, as text with the space before it; empty if none."""
     stripped = after.lstrip()
     first = leading_control(tokenizer, stripped)
     if first is None:
@@ -155,14 +154,14 @@ def terminator(tokenizer: Any, after: str) -> str:
 
 
 def leading_control(tokenizer: Any, text: str) -> int | None:
-    """The id of the control token that a text begins with; None if it begins with another."""
+    """The id of the control token that a text begins with, or None."""
     ids = tokenize(tokenizer, text)[:1]
     control = set(tokenizer.all_special_ids) | set(tokenizer.get_added_vocab().values())
     return ids[0] if ids and ids[0] in control else None
 
 
 class Tokenized:
-    """The ids of a text, tokenised at once, or in pieces where decoding would see a border.
+    """The ids of a text, tokenised at once, or in pieces where a token would straddle prompt and answer.
 
     While decoding, the prompt is tokenised without the answer. Where a tokenizer would merge the prompt's end
     with the answer's beginning, the text is cut there.
@@ -175,15 +174,15 @@ class Tokenized:
         self._from = 0
 
     def cut(self, position: int) -> int:
-        """Number of tokens before a character, at which no token may straddle."""
+        """Number of tokens before a character position, which becomes a token boundary."""
         before = self._before(position)
         if self.ids[: len(before)] != before:
             self._fixed, self._from = before, position
             self.ids = before + tokenize(self.tokenizer, self.text[position:])
         return len(before)
 
-    def border(self, position: int) -> int:
-        """Number of tokens that end at or before a character."""
+    def count_before(self, position: int) -> int:
+        """Number of tokens that end at or before a character position."""
         before = self._before(position)
         same = 0
         while same < len(before) and before[same] == self.ids[same]:
@@ -198,7 +197,9 @@ class Tokenized:
 
 
 def no_span(tokenizer: Any) -> TemplateError:
-    return TemplateError(f"the chat template of {template_name(tokenizer)} does not show where the assistant speaks")
+    return TemplateError(
+        f"the chat template of {template_name(tokenizer)} drops the content of a turn: the assistant's tokens cannot be located"
+    )
 
 
 def template_name(tokenizer: Any) -> str:

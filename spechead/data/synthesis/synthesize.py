@@ -182,7 +182,7 @@ class Writer:
     def write_prompts(
         self, kinds: list[str], chooser: random.Random, earlier: list[str], dropped: Counter[str]
     ) -> list[tuple[str, str]]:
-        """(kind, prompt) that passed the filters."""
+        """(kind, prompt) pairs that passed the filters."""
         starts = [(kind, chooser.choice(KINDS[kind].openings)) for kind in kinds]
         texts = [self.steerings[kind].opening + opening for kind, opening in starts]
         draw = Draw(self.options.prompt_temperature, self.options.top_k, self.options.top_p)
@@ -212,14 +212,14 @@ class Writer:
         cap, seed = self.options.max_new_tokens, chooser.getrandbits(60)
         written = self.batches("answering", texts, cap, self.target.eos_ids, draw, seed)
         rows = []
-        for (kind, prompt), end in zip(prompts, written, strict=True):
-            text = self.target.tokenizer.decode(end.tokens, skip_special_tokens=False)
-            reason = refuse_answer(text, end.tokens, self.options.keep_loops)
+        for (kind, prompt), continuation in zip(prompts, written, strict=True):
+            text = self.target.tokenizer.decode(continuation.tokens, skip_special_tokens=False)
+            reason = refuse_answer(text, continuation.tokens, self.options.keep_loops)
             if reason:
                 dropped[reason] += 1
                 continue
             messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
-            finish = "eos" if end.finished else "length"
+            finish = "eos" if continuation.finished else "length"
             rows.append({"messages": messages, "meta": {"kind": kind, "finish": finish, "target": self.target.name}})
         return rows
 
