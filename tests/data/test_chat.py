@@ -152,8 +152,8 @@ def test_template_options_reach_the_template() -> None:
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        (ONLY.format("user"), "does not show"),
-        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "does not show"),
+        (ONLY.format("user"), "hides where an assistant turn"),
+        ("{% for m in messages %}{{ m['content'] | upper }}{% endfor %}", "hides where an assistant turn"),
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         (ONLY.format("assistant"), "all of a chat"),
     ],
