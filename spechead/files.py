@@ -137,15 +137,17 @@ def read_json(path: Path) -> Any:
         raise UserError(f"{path} is not valid JSON: {error}") from error
 
 
-def read_jsonl(path: Path, what: str) -> Iterator[tuple[str, Any]]:
+def read_jsonl(path: Path, what: str, *, growing: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield `PATH line N` and the JSON value of each line that is not blank.
+
+    `growing`: skip a last line without its newline, half written by a process that was killed or still runs.
 
     Raises UserError for a file that cannot be read, calling it `what`, and for a line that is not JSON.
     """
     try:
         with Path(path).open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
-                if line.strip():
+                if line.strip() and not (growing and not line.endswith("\n")):
                     yield f"{path} line {number}", json.loads(line)
     except OSError as error:
         raise UserError(f"cannot read the {what} {path}: {reason(error)}") from error
