@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -32,6 +33,13 @@ ORDER = [
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(ORDER) for name in names}
+
+# Modules that have no test file of their own, with the reason. Everything else has tests/FOLDER/test_MODULE*.py.
+ELSEWHERE = {
+    "__init__": "test_structure.py and test_pages.py use the public names",
+    "__main__": "test_structure.py runs it",
+}
+OF_NO_MODULE = {"test_docs", "test_package", "test_pages", "test_structure"}
 
 # When a library renames an argument, these are the files that change.
 EDGES = {
@@ -107,7 +115,71 @@ def test_a_function_fits_a_screen(module: str) -> None:
             assert (node.end_lineno or 0) - node.lineno < 60, node.name
 
 
+def test_a_decoding_step_is_five_calls() -> None:
+    tree = ast.parse(MODULES["decoding.generate"].read_text(encoding="utf-8"))
+    [loop] = [node for node in ast.walk(tree) if isinstance(node, ast.While)]
+    calls = [node.func for part in loop.body for node in ast.walk(part) if isinstance(node, ast.Call)]
+    names = [call.attr for call in calls if isinstance(call, ast.Attribute)]
+    assert names == ["propose", "verify", "accept", "keep", "commit"] and len(calls) == 5
+
+
+# ------------------------------------------------------------------------------------------------ tests
+
+
+def own_tests(module: str) -> list[Path]:
+    folder, _, name = module.rpartition(".")
+    folder = folder.replace(".", "/")
+    return [*(TESTS / folder).glob(f"test_{name}.py"), *(TESTS / folder).glob(f"test_{name}_*.py")]
+
+
+@pytest.mark.parametrize("module", sorted(name for name in MODULES if name in ELSEWHERE or "__" not in name))
+def test_a_module_has_its_test_file(module: str) -> None:
+    assert bool(own_tests(module)) != (module in ELSEWHERE)
+
+
+def test_a_test_file_is_of_a_module() -> None:
+    mirrored = {path for name in MODULES for path in own_tests(name)}
+    folders = {TESTS / folder.relative_to(PACKAGE) for folder in FOLDERS}
+    files = {path for folder in folders for path in folder.glob("test_*.py")}
+    assert {path.stem for path in files - mirrored} == OF_NO_MODULE
+
+
+# ------------------------------------------------------------------------------------------------ public names
+
+
+def test_the_public_names_are_those_that_type_checkers_see() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    shown = {
+        alias.asname: f"{node.module}".removeprefix("spechead.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and f"{node.module}".startswith("spechead.")
+        for alias in node.names
+    }
+    assert shown == spechead._MODULES
+    for name in spechead.__all__:
+        assert getattr(spechead, name).__name__ == name
+    assert set(spechead.__all__) <= set(dir(spechead))
+    with pytest.raises(AttributeError, match="has no attribute 'tree'"):
+        _ = spechead.tree  # type: ignore[attr-defined]
+
+
 # ------------------------------------------------------------------------------------------------ libraries
+
+
+def distribution(requirement: str) -> str:
+    """`jsonargparse[signatures]>=4.49` -> jsonargparse"""
+    return re.split(r"[\[<>=]", requirement)[0].replace("-", "_").lower()
+
+
+def test_every_library_is_declared() -> None:
+    project = tomllib.loads((TESTS.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["train"], *extras["gguf"]]
+    declared = {distribution(requirement) for requirement in wanted}
+    used = {name.partition(".")[0] for path in MODULES.values() for name in imports(path)}
+    used = {{"yaml": "pyyaml"}.get(name, name) for name in used - sys.stdlib_module_names - {"spechead"}}
+    assert used == declared
+
 
 HIDE = """
 from importlib.machinery import PathFinder
@@ -135,6 +207,8 @@ def test_import_and_help_load_nothing_heavy() -> None:
     out = python("from spechead.cli.main import main; main(['--help'])", heavy)
     assert "usage: spechead COMMAND" in out
     assert python("import spechead; print(spechead.__version__)", heavy) == f"{spechead.__version__}\n"
+    version = "import runpy, sys; sys.argv = ['', '--version']; runpy.run_module('spechead', run_name='__main__')"
+    assert python(version, heavy) == f"spechead {spechead.__version__}\n"
 
 
 def test_help_of_a_recipe_needs_no_torch() -> None:
