@@ -13,7 +13,7 @@ It is measured apart, after the clock, since it needs hooks: inside is what pass
 the target's layers and output layer, and those of the head or the draft model. Outside is all else: putting drafts
 into a tree and trees into a batch, ranking drafts, masks, processors, the rule, keeping and dropping rows of the
 cache, and Python between them. A prompt lookup is outside as a whole. Shares by phase of the timed runs are those of
-docs/metrics.md, with judging apart. Knows nothing of how a drafter drafts.
+docs/metrics.md, with accept and keep apart. Knows nothing of how a drafter drafts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from spechead import __version__, metrics
 from spechead.cli.main import one_line_errors
 from spechead.decoding.generate import RANKED, Speculation, generate
-from spechead.decoding.timing import Mark, elapsed, mark
+from spechead.decoding.timing import Timestamp, elapsed, now
 from spechead.drafters.base import is_chain
 from spechead.drafters.draft_model import DraftModel
 from spechead.drafters.prompt_lookup import PromptLookup
@@ -196,7 +196,7 @@ class ModuleSpans:
     """When torch entered and left a module, nested calls not counted."""
 
     def __init__(self, device: torch.device) -> None:
-        self.marks: list[tuple[Mark, Mark]] = []
+        self.marks: list[tuple[Timestamp, Timestamp]] = []
         self._device, self._depth = device, 0
 
     def __enter__(self) -> ModuleSpans:
@@ -218,13 +218,13 @@ class ModuleSpans:
 
     def _enter(self, *_: Any) -> None:
         if self._depth == 0:
-            self._entered = mark(self._device)
+            self._entered = now(self._device)
         self._depth += 1
 
     def _leave(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            self.marks.append((self._entered, mark(self._device)))
+            self.marks.append((self._entered, now(self._device)))
 
 
 # ------------------------------------------------------------------------------------------------ numbers

@@ -1,15 +1,15 @@
-"""The decode loop: draft, verify, accept, keep. Plain decoding is the same loop without a drafter.
+"""The decode loop: propose, verify, accept, keep, commit. Plain decoding is the same loop without a drafter.
 
-Several texts may be decoded side by side: each has its own drafts, its own draws and its own end, and comes out as it
-would alone. Knows nothing of how drafts are made, of templates or of files.
+Several sequences may be decoded in one batch: each has its own drafts, random numbers and end, and comes out as it
+would alone.
 
-Legend: B texts still being written, P prompt tokens, N nodes of the largest tree, n nodes of one, V vocabulary.
+Legend: B sequences not yet finished, P prompt tokens, N nodes of the largest tree, n nodes of one, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spechead.decoding.sampling import Sampler
-from spechead.decoding.sequence import PHASES, Generation, OnCommit, Speculation, Stats, Text
-from spechead.decoding.timing import Mark, elapsed, mark, reached
+from spechead.decoding.sequence import ActiveSequence, Generation, OnCommit, Speculation, Stats
+from spechead.decoding.timing import PhaseTimer, phase
 from spechead.decoding.tree import Tree
+from spechead.decoding.verify import Accepted
 from spechead.drafters.base import Drafter
 from spechead.target.cache import KVCache
-from spechead.target.model import Target
+from spechead.target.model import Target, TargetOutput
 
 __all__ = ["Generation", "OnCommit", "Speculation", "Stats", "generate", "generate_batch"]
 
@@ -42,10 +43,11 @@ def generate(
     on_commit: OnCommit | None = None,
     keep_gaps: bool = False,
 ) -> Generation:
-    """Decode behind `prompt` until an end-of-sequence token, a stop string or `max_new_tokens`.
+    """Decode after `prompt` until an end-of-sequence token, a stop string or `max_new_tokens`.
 
-    `on_commit(tokens, accepted)` is called after the prefill with the first token and 0, then once a pass with its
-    tokens, of which the first `accepted` were drafts.
+    Without `drafter` this is plain decoding, without `sampler` greedy. `on_commit(tokens, accepted)` is called after
+    the prefill with the first token and 0, then after each pass with its tokens, of which the first `accepted` were
+    drafts. Raises UserError where the prompt is empty or longer than the target's positions.
     """
     return generate_batch(
         target,
@@ -72,66 +74,114 @@ def generate_batch(
     on_commit: Callable[[int, list[int], int], None] | None = None,
     keep_gaps: bool = False,
 ) -> list[Generation]:
-    """`generate` for several prompts at once; each text is what it would be alone.
+    """`generate` for several prompts at once; each sequence is what it would be alone.
 
-    `samplers` has one for each prompt (default: greedy); `on_commit` is told the prompt's number first. Seconds are
-    those of the whole batch.
+    `samplers`: one for each prompt (default: greedy). `on_commit` gets the index of the prompt as its first argument.
+    The seconds of each `Stats` are those of the whole batch.
     """
     if drafter is None or speculation.tree is None:
         speculation = replace(speculation, tree=drafter.tree if drafter else None)
-    clock = _Clock(target.device)
-    texts = [
-        Text(target, prompt, sampler, speculation, max_new_tokens, stop, keep_gaps)
+    timer = PhaseTimer(target.device)
+    sequences = [
+        ActiveSequence(target, prompt, sampler, speculation, max_new_tokens, stop, keep_gaps)
         for prompt, sampler in zip(prompts, samplers or [Sampler() for _ in prompts], strict=True)
     ]
     if on_commit is not None:
-        for number, text in enumerate(texts):
-            text.on_commit = partial(on_commit, number)
-    cache, alive = KVCache(), list(texts)
-    _prefill(target, texts, drafter, cache)
-    clock.lap("prefill")
-    while alive := _still_written(alive, cache):
-        width = cache.length
-        trees = [text.propose(drafter) for text in alive]
-        clock.lap("draft")
-        inputs = _inputs(target, trees, alive)
-        clock.lap("other")
-        nodes = target.forward(**inputs, taps=drafter.taps if drafter else (), cache=cache)
-        logits = target.logits(nodes.hidden)  # [B, N, V]
-        clock.lap("verify")
-        results = [text.judge(tree, own) for text, tree, own in zip(alive, trees, logits, strict=True)]
-        clock.lap("judge")
-        cache.keep([result.path for result in results], width)
-        for b, (text, result) in enumerate(zip(alive, results, strict=True)):
-            text.take(result, nodes.row(b))
-        clock.lap("commit")
-        for text, result in zip(alive, results, strict=True):
-            text.append(result.tokens, len(result.path) - 1)
-        clock.lap("other")
-    return [text.generation(clock.seconds()) for text in texts]
+        for index, sequence in enumerate(sequences):
+            sequence.on_commit = partial(on_commit, index)
+    batch = _Batch(target, drafter, sequences, timer)
+    batch.prefill()
+    while batch.active:
+        trees = batch.propose()
+        verified = batch.verify(trees)
+        accepted = batch.accept(trees, verified)
+        batch.keep(accepted)
+        batch.commit(accepted, verified)
+    seconds = timer.seconds()
+    return [sequence.generation(seconds) for sequence in sequences]
 
 
-def _prefill(target: Target, texts: Sequence[Text], drafter: Drafter | None, cache: KVCache) -> None:
-    """Read the prompts, padded on the right, and draw the first token of each."""
-    lengths = [len(text.ids) for text in texts]
-    ids = torch.zeros(len(texts), max(lengths), dtype=torch.long, device=target.device)  # [B, P]
-    for b, text in enumerate(texts):
-        ids[b, : lengths[b]] = text.ids
-    out = target.forward(ids, taps=drafter.taps if drafter else (), cache=cache)
-    cache.settle(lengths)
-    for b, text in enumerate(texts):
-        rows = out.row(b, lengths[b])
-        logits = target.logits(rows.hidden[0, -1:])  # [1, V]
-        text.begin(rows, logits, drafter)
+@dataclass
+class _Verified:
+    """The target's output at the nodes of all trees."""
+
+    nodes: TargetOutput  # [B, N, ...]
+    logits: Tensor  # [B, N, V]
 
 
-def _inputs(target: Target, trees: Sequence[Tree], texts: Sequence[Text]) -> dict[str, Any]:
-    """What the target is given to run one tree of each text; smaller trees are padded with nodes that nobody sees."""
+class _Batch:
+    """The sequences that are decoded together, with a method for each step of the loop."""
+
+    def __init__(
+        self, target: Target, drafter: Drafter | None, sequences: Sequence[ActiveSequence], timer: PhaseTimer
+    ) -> None:
+        self.active = list(sequences)
+        self.timer = timer
+        self._target, self._drafter = target, drafter
+        self._taps = drafter.taps if drafter else ()
+        self._cache = KVCache()
+        self._past = 0  # columns of the cache before the trees of this pass
+
+    @phase("prefill")
+    def prefill(self) -> None:
+        """Run the prompts, padded on the right, and draw the first token of each sequence."""
+        lengths = [sequence.length for sequence in self.active]
+        ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long, device=self._target.device)  # [B, P]
+        for row, sequence in enumerate(self.active):
+            ids[row, : lengths[row]] = sequence.ids
+        out = self._target.forward(ids, taps=self._taps, cache=self._cache)
+        self._cache.set_lengths(lengths)
+        for row, sequence in enumerate(self.active):
+            prompt = out.row(row, lengths[row])
+            sequence.begin(prompt, self._target.logits(prompt.hidden[0, -1:]), self._drafter)
+        self._drop_finished()
+
+    @phase("draft")
+    def propose(self) -> list[Tree]:
+        """A tree of drafts for each sequence."""
+        return [sequence.propose(self._drafter) for sequence in self.active]
+
+    @phase("verify")
+    def verify(self, trees: Sequence[Tree]) -> _Verified:
+        """Run the target once over all trees."""
+        self._past = self._cache.length
+        inputs = _inputs(self._target, trees, self.active)
+        nodes = self._target.forward(**inputs, taps=self._taps, cache=self._cache)
+        return _Verified(nodes, self._target.logits(nodes.hidden))
+
+    @phase("accept")
+    def accept(self, trees: Sequence[Tree], verified: _Verified) -> list[Accepted]:
+        """The accepted path of each tree, and the tokens to commit."""
+        rows = zip(self.active, trees, verified.logits, strict=True)
+        return [sequence.accept(tree, logits) for sequence, tree, logits in rows]
+
+    @phase("keep")
+    def keep(self, accepted: Sequence[Accepted]) -> None:
+        """Keep the accepted paths in the cache, and drop all other drafts."""
+        self._cache.keep([result.path for result in accepted], self._past)
+
+    @phase("commit")
+    def commit(self, accepted: Sequence[Accepted], verified: _Verified) -> None:
+        """Append the tokens to their sequences; those that have finished leave the batch."""
+        for row, (sequence, result) in enumerate(zip(self.active, accepted, strict=True)):
+            sequence.commit(result, verified.nodes.row(row))
+        self._drop_finished()
+
+    def _drop_finished(self) -> None:
+        rows = [row for row, sequence in enumerate(self.active) if not sequence.finish_reason]
+        if 0 < len(rows) < len(self.active):
+            self._cache.select(torch.tensor(rows, device=self._target.device))
+        self.active = [self.active[row] for row in rows]
+
+
+def _inputs(target: Target, trees: Sequence[Tree], sequences: Sequence[ActiveSequence]) -> dict[str, Any]:
+    """The arguments of the target's forward for a tree of each sequence; smaller trees are padded with nodes that no
+    other node sees."""
     width = max(map(len, trees))
     if width == 1:
         return {"ids": torch.stack([tree.tokens for tree in trees])}
-    lengths = [text.length - 1 for text in texts]  # the roots are not in the cache yet
-    past: Tensor | int = lengths[0]  # a number of the host, where one serves all
+    lengths = [sequence.length - 1 for sequence in sequences]  # the roots are not in the cache yet
+    past: Tensor | int = lengths[0]  # a number on the host where all lengths are equal
     if len(set(lengths)) > 1:
         past = torch.tensor(lengths, device=target.device)[:, None]  # [B, 1]
     tokens = torch.stack([F.pad(tree.tokens, (0, width - len(tree))) for tree in trees])  # [B, N]
@@ -147,40 +197,3 @@ def _padded(visible: Tensor, width: int) -> Tensor:  # bool [n, n] -> [N, N]
     padded = F.pad(visible, (0, missing, 0, missing))
     padded.diagonal()[-missing:] = True  # no row may be empty
     return padded
-
-
-def _still_written(texts: list[Text], cache: KVCache) -> list[Text]:
-    """The texts that have not ended; the others leave the cache, too."""
-    alive = [b for b, text in enumerate(texts) if not text.finish_reason]
-    if 0 < len(alive) < len(texts):
-        cache.select(torch.tensor(alive, device=cache.layers[-1].device))
-    return [texts[b] for b in alive]
-
-
-class _Clock:
-    """Seconds by phase."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._found = dict.fromkeys(PHASES, 0.0)
-        self._last = mark(device)
-        self._laps: list[tuple[str, Mark, Mark]] = []  # that an accelerator may not have reached
-
-    def lap(self, phase: str) -> None:
-        """The time since the last lap was this phase's."""
-        now = mark(self._device)
-        self._laps.append((phase, self._last, now))
-        self._last = now
-        while self._laps and reached(self._laps[0][2]):
-            self._settle(*self._laps.pop(0))
-
-    def seconds(self) -> dict[str, float]:
-        """Waits for an accelerator."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        while self._laps:
-            self._settle(*self._laps.pop(0))
-        return dict(self._found)
-
-    def _settle(self, phase: str, begin: Mark, end: Mark) -> None:
-        self._found[phase] += elapsed(begin, end)

@@ -50,7 +50,7 @@ def grow(
     if isinstance(plan, Static):
         return _grow_static(plan, root, first, vocabulary, deepen, drawing, vocab_size)
     if drawing is not None:
-        raise UserError(f"tree {plan} ranks its drafts and cannot sample them; use a chain or a static tree")
+        raise UserError(f"option tree: {plan} cannot sample its drafts; use a chain or a static tree")
     return _grow_dynamic(plan, root, first, vocabulary, deepen)
 
 

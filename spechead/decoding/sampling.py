@@ -1,8 +1,8 @@
 """From logits to tokens: processors, temperature, top-k, top-p, min-p, and draws with noise tied to the position.
 
-The noise of a position depends on the seed and on the position alone (the Gumbel-max trick), so a sampled text is the
-same whether its tokens were decoded one by one or verified in a tree: sampling is checked by equality, as greedy
-decoding is. Knows nothing of models.
+The noise of a position depends on the seed and on the position alone (the Gumbel-max trick), so that a sampled text is
+the same whether its tokens are decoded one by one or verified in a tree: sampling is tested by equality, as greedy
+decoding is.
 
 Legend: N rows of logits (nodes of a tree), V vocabulary, L tokens of a prefix, D draft vocabulary, k draws.
 """
@@ -10,30 +10,31 @@ Legend: N rows of logits (nodes of a tree), V vocabulary, L tokens of a prefix, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from spechead.decoding.random_source import RandomSource
 from spechead.decoding.tree import Tree
-from spechead.errors import UserError
+from spechead.options import Options, Range
 
 _MIX_SEED, _MIX_POSITION, _MODULUS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 1 << 63
 
 Processor = Callable[[Tensor, Tensor], Tensor]
 """processor(prefixes int64 [n, L], logits [n, V]) -> logits [n, V], as a `LogitsProcessor` of transformers.
 
-What it gives for a row must follow from that row's prefix and logits alone. One that remembers its earlier calls (a
-grammar that advances, a watermark with a state) is not allowed: it is asked about drafts that are then rejected, about
-several prefixes of one length at once, and about some lengths twice.
+The result for a row must depend on that row's prefix and logits alone. A processor that remembers earlier calls (a
+grammar that advances, a watermark with a state) is not supported: it is called for drafts that are then rejected, for
+several prefixes of one length at once, and for some lengths twice.
 """
 
 
 def warp(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
-    """Logits [N, V] under temperature, then top-k, top-p and min-p, in this order; what is cut becomes -inf.
+    """Logits [N, V] under temperature, then top-k, top-p and min-p, in this order; tokens that are cut become -inf.
 
-    min-p (arXiv 2407.01082) cuts tokens less probable than that share of the likeliest. Temperature 0 is not for here.
+    min-p (arXiv 2407.01082) cuts tokens less probable than that share of the likeliest. The temperature is above 0.
     """
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
@@ -53,47 +54,40 @@ def warp(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: fl
 
 @dataclass(frozen=True)
 class RepetitionPenalty:
-    """What the prefix holds loses: positive logits are divided by `penalty`, others multiplied (arXiv 1909.05858)."""
+    """Tokens of the prefix lose: positive logits are divided by `penalty`, others multiplied (arXiv 1909.05858)."""
 
     penalty: float
 
     def __call__(self, prefixes: Tensor, logits: Tensor) -> Tensor:
-        held = logits.gather(1, prefixes)  # [n, L]
-        return logits.scatter(1, prefixes, torch.where(held < 0, held * self.penalty, held / self.penalty))
+        seen = logits.gather(1, prefixes)  # [n, L]
+        return logits.scatter(1, prefixes, torch.where(seen < 0, seen * self.penalty, seen / self.penalty))
 
 
-class Sampler:
-    """The target's distribution at each node, and one token drawn from it. The same seed gives the same text."""
+@dataclass(eq=False)
+class Sampler(Options):
+    """The target's distribution at each node, and one token drawn from it. The same seed gives the same text.
 
-    def __init__(
-        self,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        *,
-        min_p: float = 0.0,
-        repetition_penalty: float = 1.0,
-        processors: Sequence[Processor] = (),
-    ) -> None:
-        if temperature < 0:
-            raise UserError(f"temperature {temperature} is negative; 0 is greedy")
-        if top_k < 0:
-            raise UserError(f"top-k {top_k} is negative; 0 keeps all tokens")
-        if not 0 < top_p <= 1:
-            raise UserError(f"top-p {top_p} is not in (0, 1]; 1 keeps all tokens")
-        if not 0 <= min_p < 1:
-            raise UserError(f"min-p {min_p} is not in [0, 1); 0 keeps all tokens")
-        if repetition_penalty <= 0:
-            raise UserError(f"repetition-penalty {repetition_penalty} is not above 0; 1 is none")
-        self.temperature, self.top_k, self.top_p, self.min_p, self.seed = temperature, top_k, top_p, min_p, seed
-        penalty = [RepetitionPenalty(repetition_penalty)] if repetition_penalty != 1.0 else []
-        self.processors: list[Processor] = [*penalty, *processors]
-        self._noise: dict[int, Tensor] = {}
+    Raises UserError where a setting is out of range.
+    """
+
+    temperature: Annotated[float, Range(0)] = 0.0  # 0: greedy
+    top_k: Annotated[int, Range(0)] = 0  # 0: all tokens
+    top_p: Annotated[float, Range(above=0, most=1)] = 1.0
+    seed: int = 0
+    _: KW_ONLY
+    min_p: Annotated[float, Range(0, below=1)] = 0.0
+    repetition_penalty: Annotated[float, Range(above=0)] = 1.0  # 1: none
+    processors: Sequence[Processor] = ()  # applied after the repetition penalty
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.repetition_penalty != 1.0:
+            self.processors = [RepetitionPenalty(self.repetition_penalty), *self.processors]
+        self._noise: dict[int, Tensor] = {}  # by place in the text
 
     def processed(self, logits: Tensor, tree: Tree, text: Tensor) -> Tensor:
         """Logits [N, V] after the processors, each node with its own prefix: `text` [L], whose last token is the root,
-        and the drafts on the node's path."""
+        followed by the drafts on the node's path."""
         if not self.processors:
             return logits
         logits = logits.clone()
@@ -108,24 +102,24 @@ class Sampler:
         return logits
 
     def probabilities(self, logits: Tensor) -> Tensor:
-        """The distributions [N, V] that processed logits stand for; all on one token when greedy."""
+        """The distributions [N, V] given by processed logits; one-hot when greedy."""
         if self.temperature == 0:
             return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
         return warp(logits, self.temperature, self.top_k, self.top_p, self.min_p).softmax(-1)
 
     def draw(self, logits: Tensor, places: Sequence[int], which: Tensor | None = None) -> Tensor:
-        """int64 [N] from processed logits [N, V]. The token of row i takes the place `places[which[i]]` in the text,
-        `which` int64 [N] being 0, 1, ... where it is not given."""
+        """Tokens int64 [N] drawn from processed logits [N, V]. The token of row i takes the place `places[which[i]]` in
+        the text; `which` int64 [N] is 0, 1, ... by default."""
         if self.temperature == 0:
             return logits.max(-1).indices  # on a CPU several times as fast as argmax
-        for gone in [place for place in self._noise if place < places[0]]:  # the text only moves on
-            del self._noise[gone]
+        for place in [place for place in self._noise if place < places[0]]:  # the text only grows
+            del self._noise[place]
         noise = torch.stack([self._gumbel(place, logits) for place in places])  # [places, V]
         noise = noise if which is None else noise[which]  # [N, V]
         return (warp(logits, self.temperature, self.top_k, self.top_p, self.min_p) + noise).argmax(-1)
 
     def _gumbel(self, position: int, like: Tensor) -> Tensor:
-        """Standard Gumbel noise [V] of one place in the text, drawn on the CPU so that every device gets the same."""
+        """Standard Gumbel noise [V] for one place in the text, drawn on the CPU so that it is equal on every device."""
         if position not in self._noise:
             seed = (self.seed * _MIX_SEED + (position + 1) * _MIX_POSITION) % _MODULUS
             generator = torch.Generator().manual_seed(seed)
@@ -136,10 +130,10 @@ class Sampler:
 
 @dataclass
 class Drawing:
-    """How a drafter samples its drafts, where it does not rank them."""
+    """How a drafter samples its drafts instead of ranking them."""
 
     temperature: float
-    chance: RandomSource
+    random: RandomSource
 
     def draw(self, logp: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """k draws without replacement from each row of `logp` [n, D] under the temperature: ids int64 [n, k] in the
@@ -151,7 +145,7 @@ class Drawing:
         for row in rows:
             left = row.clone()
             for _ in range(k):
-                token = self.chance.categorical(left)
+                token = self.random.categorical(left)
                 left[token] = 0
                 drawn.append(token)
         return torch.tensor(drawn, device=logp.device).view(-1, k), q

@@ -1,79 +1,79 @@
-"""One text while it is written: its tokens and draws, its drafter's state, what it counted, and how it ends.
+"""One sequence while it is decoded: its tokens, its drafter's state, its statistics, and what ends it.
 
-Knows nothing of caches, or of the texts decoded beside it.
-
-Legend: P prompt tokens, N nodes of the largest tree of a pass, n nodes of this text's, V vocabulary.
+Legend: P prompt tokens, N nodes of the largest tree of a pass, n nodes of this sequence's tree, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
 from spechead.decoding.random_source import SeededSource
 from spechead.decoding.sampling import Drawing, Sampler
+from spechead.decoding.timing import PHASES
 from spechead.decoding.tree import Dynamic, Plan, Tree
 from spechead.decoding.verify import RULES, Accepted, exact_match
 from spechead.drafters.base import Drafter, is_chain
 from spechead.errors import UserError
+from spechead.options import Options, Range
 from spechead.target.model import Target, TargetOutput
 
 OnCommit = Callable[[list[int], int], None]
-PHASES = ("prefill", "draft", "verify", "judge", "commit", "other")
 
 
 @dataclass
 class Stats:
-    """What one generation did. The prefill and the token it yields are not counted as a pass."""
+    """Statistics of one generation. The prefill, and the token drawn from it, are not counted as a pass."""
 
     passes: int = 0
-    tokens: int = 0  # committed by passes, the bonus included, a cut tail not
+    tokens: int = 0  # committed by passes, with the bonus tokens, without what lies after the end
     committed: list[int] = field(default_factory=list)  # tokens of each pass
     drafted: list[int] = field(default_factory=list)  # depth of the tree of each pass
-    accepted: list[int] = field(default_factory=list)  # drafts accepted in each pass, before any cut
+    accepted: list[int] = field(default_factory=list)  # drafts accepted in each pass, also those after the end
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))  # of the whole batch
 
 
 @dataclass
 class Generation:
-    """A text and how it came about."""
+    """The result of decoding one sequence."""
 
     tokens: list[int]  # new tokens; the end-of-sequence token is the last where one was drawn
     finish_reason: str  # "eos", "stop" or "length"
     stats: Stats
-    gaps: list[float]  # difference of the two best logits where each token was drawn (only if asked for)
+    gaps: list[float]  # difference of the two best logits where each token was drawn; empty without keep_gaps
 
 
-@dataclass(frozen=True)
-class Speculation:
-    """How drafts are made and judged; as it stands, drafts are ranked and the target's own draw judges them."""
+@dataclass
+class Speculation(Options):
+    """How drafts are made and verified; by default they are ranked, and verified by exact match.
+
+    Raises UserError where the rule is unknown, or does not fit the drafts or the tree.
+    """
 
     tree: Plan | None = None  # None: the drafter's own
     rule: str = ""  # one of verify.RULES; empty: exact_match, or rejection where drafts are sampled
-    draft_temperature: float = 0.0  # above 0, drafts are sampled
+    draft_temperature: Annotated[float, Range(0)] = 0.0  # above 0, drafts are sampled
 
     def __post_init__(self) -> None:
-        if self.draft_temperature < 0:
-            raise UserError(f"draft-temperature {self.draft_temperature} is negative; 0 ranks drafts")
-        if not self.rule:
-            object.__setattr__(self, "rule", "rejection" if self.draft_temperature else "exact_match")
+        super().__post_init__()
+        self.rule = self.rule or ("rejection" if self.draft_temperature else "exact_match")
         if self.rule not in RULES:
-            raise UserError(f"rule {self.rule!r} is unknown; known are {', '.join(RULES)}")
+            raise UserError(f"option rule: must be one of {', '.join(RULES)}, got {self.rule!r}")
         if RULES[self.rule].sampled and not self.draft_temperature:
-            raise UserError(f"rule {self.rule!r} judges sampled drafts; give a draft-temperature above 0")
+            raise UserError(f"option rule: {self.rule} needs sampled drafts; set draft_temperature above 0")
         if self.rule == "block" and self.tree is not None and not is_chain(self.tree):
             chain = f"chain:{self.tree.depth}"
-            raise UserError(f"rule 'block' judges chains, tree {self.tree} is none; use {chain} or the rule rejection")
+            raise UserError(f"option rule: block needs a chain, not {self.tree}; use {chain} or the rule rejection")
         if self.draft_temperature and isinstance(self.tree, Dynamic):
-            raise UserError(f"tree {self.tree} ranks drafts and cannot sample them; use a chain or a static tree")
+            raise UserError(f"option tree: {self.tree} cannot sample its drafts; use a chain or a static tree")
 
 
-class Text:
-    """One text of the batch: its tokens, its drafter's state, and the rule that ends it, which is the first of an
-    end-of-sequence token, a stop string and the cap."""
+class ActiveSequence:
+    """One sequence of the batch. It ends with the first of an end-of-sequence token, a stop string and the cap."""
 
     def __init__(
         self,
@@ -95,11 +95,12 @@ class Text:
         self._ids = torch.zeros(len(prompt) + self.cap, dtype=torch.long, device=target.device)
         self._ids[: len(prompt)] = torch.tensor(prompt, device=target.device)
         self._target, self._sampler, self._speculation = target, sampler, speculation
-        self._chance = SeededSource(sampler.seed)
+        self._random = SeededSource(sampler.seed)
         self._stop, self._keep_gaps = [text for text in stop if text], keep_gaps
 
     @property
     def length(self) -> int:
+        """Tokens of prompt and text so far."""
         return self._prompt + len(self.tokens)
 
     @property
@@ -114,20 +115,20 @@ class Text:
         self.gaps += _gaps(logits, [0]) if self._keep_gaps else []
         self._state = drafter.new_state(self.ids) if drafter else None
         self._fresh, self._out = torch.cat([self.ids[1:], first]), out  # [P], [1, P, ...]
-        self.append(first.tolist(), 0)
+        self._append(first.tolist(), 0)
 
     def propose(self, drafter: Drafter | None) -> Tree:
-        """The drafter's tree, without drafts that could not be committed any more."""
+        """The drafter's tree, without drafts beyond the cap."""
         plan = self._speculation.tree
-        room = self.cap - len(self.tokens) - 1  # besides the bonus token; the cap knows the target's positions
+        room = self.cap - len(self.tokens) - 1  # for drafts, one token being the bonus
         if drafter is None or plan is None or room < 1:
             return Tree.root(self._fresh[-1:])
-        heat = self._speculation.draft_temperature
-        drawing = Drawing(heat, self._chance) if heat else None
+        temperature = self._speculation.draft_temperature
+        drawing = Drawing(temperature, self._random) if temperature else None
         return drafter.propose(self._state, self._fresh, self._out, plan.limited(room), drawing).pruned(room)
 
-    def judge(self, tree: Tree, logits: Tensor) -> Accepted:
-        """Which drafts stay, given the target's logits [N, V], those of the tree's n nodes first."""
+    def accept(self, tree: Tree, logits: Tensor) -> Accepted:
+        """The drafts to accept, given the target's logits [N, V], those of the tree's n nodes first."""
         logits = self._sampler.processed(logits[: len(tree)], tree, self.ids)  # [n, V]
         if self._speculation.rule == "exact_match":
             deepest = min(self._speculation.tree.depth if self._speculation.tree else 0, len(tree) - 1)
@@ -135,47 +136,49 @@ class Text:
             result = exact_match(tree, self._sampler.draw(logits, places, tree.depths))
         else:
             rule = RULES[self._speculation.rule].function
-            result = rule(tree, self._sampler.probabilities(logits), self._chance)
+            result = rule(tree, self._sampler.probabilities(logits), self._random)
         self.gaps += _gaps(logits, result.path) if self._keep_gaps else []
-        self.stats.drafted.append(tree.depth)  # the rule has waited for the device, nothing is left to
+        self.stats.drafted.append(tree.depth)  # the rule has already waited for the device
         self.stats.accepted.append(len(result.path) - 1)
         return result
 
-    def take(self, result: Accepted, nodes: TargetOutput) -> None:
-        """Remember the target's rows of the accepted path, from which the next draft is made."""
+    def commit(self, result: Accepted, nodes: TargetOutput) -> None:
+        """Append the tokens of the pass; the next draft is made from the target's output [1, N, ...] at the path."""
         self._fresh = torch.tensor(result.tokens, device=self._ids.device)
-        if self._speculation.tree is not None:  # plain decoding has nobody who reads them
+        if self._speculation.tree is not None:  # plain decoding has no use for it
             self._out = nodes.rows(torch.tensor(result.path, device=self._ids.device))
+        new = self._append(result.tokens, len(result.path) - 1)
+        self.stats.passes += 1
+        self.stats.tokens += new
+        self.stats.committed.append(new)
 
-    def append(self, tokens: list[int], accepted: int) -> None:
-        """Append `tokens` up to the first end."""
+    def _append(self, tokens: list[int], accepted: int) -> int:
+        """Append `tokens`, the last of `_fresh`, up to the first end; returns how many were appended."""
         before = len(self.tokens)
         for token in tokens:
             self.tokens.append(token)
             if token in self._target.eos_ids:
                 self.finish_reason = "eos"
-            elif self._stop and self._stopped():
+            elif self._stop and self._ends_with_stop():
                 self.finish_reason = "stop"
             elif len(self.tokens) == self.cap:
                 self.finish_reason = "length"
             if self.finish_reason:
                 break
         new = self.tokens[before:]
-        self._ids[self.length - len(new) : self.length] = torch.tensor(new, device=self._ids.device)
-        if before:  # the prefill's token is not a pass's
-            self.stats.passes += 1
-            self.stats.tokens += len(new)
-            self.stats.committed.append(len(new))
+        self._ids[self.length - len(new) : self.length] = self._fresh[-len(tokens) :][: len(new)]
         if self.on_commit:
             self.on_commit(new, min(accepted, len(new)))
         if self.finish_reason:
-            del self._state, self._out  # the batch may go on for long without this text
+            del self._state, self._out  # the batch may go on for long without this sequence
+        return len(new)
 
     def generation(self, seconds: dict[str, float]) -> Generation:
-        self.stats.seconds = seconds
+        """The result; `seconds`: those of the batch by phase."""
+        self.stats.seconds = dict(seconds)
         return Generation(self.tokens, self.finish_reason, self.stats, self.gaps[: len(self.tokens)])
 
-    def _stopped(self) -> bool:
+    def _ends_with_stop(self) -> bool:
         """Whether a stop string ends in the newest token; it may have begun up to its own length of tokens before."""
         reach = 1 + max(len(text.encode()) for text in self._stop)
         tail = self._target.tokenizer.decode(self.tokens[-reach:], skip_special_tokens=False)
@@ -183,10 +186,11 @@ class Text:
 
 
 def _cap(target: Target, prompt: int, max_new_tokens: int) -> int:
+    """The number of new tokens that the target has positions for, at most `max_new_tokens`."""
     if prompt == 0:
         raise UserError("the prompt is empty; decoding needs at least one token")
     if max_new_tokens < 1:
-        raise UserError(f"max-new-tokens {max_new_tokens} is below 1")
+        raise UserError(f"option max_new_tokens: must be at least 1, got {max_new_tokens}")
     if prompt >= target.max_positions:
         raise UserError(
             f"the prompt has {prompt} tokens, but target {target.name!r} has {target.max_positions} positions"

@@ -6,6 +6,7 @@ Knows nothing of models or files. The definitions are those of metrics.py.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from spechead import metrics
@@ -46,17 +47,21 @@ class Comparison:
 
 def divergence(prompt: Prompt, plain: Sequence[int], speculative: Sequence[int]) -> dict[str, Any] | None:
     """The first position where two runs of a prompt differ; a token is None where its run had ended."""
-    for position in range(max(len(plain), len(speculative))):
-        ours, theirs = speculative[position : position + 1], plain[position : position + 1]
-        if ours != theirs:
-            return {
-                "prompt": prompt.question_id,
-                "position": position,
-                "plain_token": theirs[0] if theirs else None,
-                "speculative_token": ours[0] if ours else None,
-                "gap": None,
-            }
-    return None
+    position = first_difference(plain, speculative)
+    if position is None:
+        return None
+    return {
+        "prompt": prompt.question_id,
+        "position": position,
+        "plain_token": plain[position] if position < len(plain) else None,
+        "speculative_token": speculative[position] if position < len(speculative) else None,
+        "gap": None,
+    }
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The first position where two sequences of tokens differ, an end included; None if they are equal."""
+    return next((i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y), None)
 
 
 def suite(pairs: Sequence[Comparison], about: dict[str, Any]) -> dict[str, Any]:
@@ -182,10 +187,11 @@ def _generate_equal(pairs: Sequence[Comparison]) -> dict[str, int]:
 
 
 def _phases(runs: Sequence[Run]) -> dict[str, float]:
-    """Seconds by phase; a report counts judging among the rest of a pass."""
+    """Seconds by phase of a report: `keep` counts towards commit, `accept` towards other."""
     spent = [run.stats.seconds for run in runs]
     total = {phase: sum(s[phase] for s in spent) for phase in ("draft", "verify", "commit", "other", "prefill")}
-    total["other"] += sum(s.get("judge", 0.0) for s in spent)
+    total["commit"] += sum(s.get("keep", 0.0) for s in spent)
+    total["other"] += sum(s.get("accept", 0.0) for s in spent)
     return total
 
 

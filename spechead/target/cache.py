@@ -123,8 +123,8 @@ class KVCache(Cache):
             layer.rows.crop(max(after))
         self._lengths = after if min(after) < max(after) else None
 
-    def settle(self, lengths: Sequence[int]) -> None:
-        """Say how many tokens of each row count, after prompts of unequal length were stored padded on the right."""
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Set the number of tokens of each row after prompts of unequal length were stored, padded on the right."""
         self._lengths = list(lengths) if min(lengths) < self.length else None
 
     def select(self, index: Tensor) -> None:

@@ -8,6 +8,7 @@ import torch
 from spechead.decoding import generate as generating
 from spechead.decoding.generate import Speculation, generate
 from spechead.decoding.sampling import Sampler
+from spechead.decoding.sequence import ActiveSequence
 from spechead.decoding.tree import Dynamic, Static, chain
 from spechead.errors import UserError
 from spechead.target.cache import KVCache
@@ -181,7 +182,7 @@ def test_gaps_belong_to_the_tokens(target: Target) -> None:
 
 
 def test_every_second_of_a_pass_belongs_to_a_phase(target: Target, clock: Clock) -> None:
-    """The target's forward and logits take 10 s, drafting 100 s, judging 1,000 s, keeping rows 10,000 s."""
+    """A pass takes 10 s in the target, 100 s to draft, 1,000 s to draw, 10,000 s to keep, 100,000 s to commit."""
     prompt = prompt_of(target)
     text = generate(target, prompt, max_new_tokens=30).tokens
     drafter = Scripted(text, 4)
@@ -190,16 +191,19 @@ def test_every_second_of_a_pass_belongs_to_a_phase(target: Target, clock: Clock)
     clock.slow(drafter, "propose", 100.0)
     clock.slow(Sampler, "draw", 1_000.0)
     clock.slow(KVCache, "keep", 10_000.0)
-    clock.slow(generating, "_inputs", 100_000.0)
+    clock.slow(ActiveSequence, "commit", 100_000.0)
+    clock.slow(generating._Batch, "_drop_finished", 500_000.0)
+    clock.slow(generating, "ActiveSequence", 1_000_000.0)
     stats = generate(target, prompt, drafter, max_new_tokens=11).stats
     assert stats.passes == 2
     assert stats.seconds == {
-        "prefill": 1_010.0,
+        "prefill": 501_010.0,
         "draft": 200.0,
         "verify": 20.0,
-        "judge": 2_000.0,
-        "commit": 20_000.0,
-        "other": 200_000.0,
+        "accept": 2_000.0,
+        "keep": 20_000.0,
+        "commit": 1_200_000.0,
+        "other": 1_000_000.0,
     }
 
 

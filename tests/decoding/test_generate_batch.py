@@ -131,7 +131,7 @@ def test_the_cache_holds_as_many_columns_as_the_longest_row(target: Target) -> N
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = torch.tensor(prompt)
     target.forward(ids, cache=cache)
-    cache.settle(LENGTHS)
+    cache.set_lengths(LENGTHS)
     assert (cache.length, cache.lengths) == (17, [9, 1, 17])
     visible = torch.eye(4, dtype=torch.bool).expand(3, 4, 4)
     positions = torch.tensor([[9], [1], [17]]).expand(3, 4)
@@ -150,8 +150,8 @@ def test_speculation_is_checked() -> None:
     assert Speculation(draft_temperature=1.0).rule == "rejection" and Speculation().rule == "exact_match"
     for bad, word in (
         ({"rule": "luck"}, "luck"),
-        ({"rule": "block"}, "draft-temperature"),
-        ({"draft_temperature": -1.0}, "negative"),
+        ({"rule": "block"}, "draft_temperature above 0"),
+        ({"draft_temperature": -1.0}, "option draft_temperature: must be at least 0"),
         ({"draft_temperature": 1.0, "tree": Dynamic(4, 2, 2)}, "dynamic"),
     ):
         with pytest.raises(UserError, match=word):

@@ -39,8 +39,8 @@ PROMPT = Prompt(0, "c", "?")
 
 
 def run(seconds: float, tokens: Sequence[int], passes: int, spent: Sequence[float] = (0, 1, 0, 0, 0)) -> Run:
-    """`spent`: seconds of draft, verify, judge, commit, other."""
-    phases = dict(zip(("draft", "verify", "judge", "commit", "other"), spent, strict=True))
+    """`spent`: seconds of draft, verify, accept, commit, other."""
+    phases = dict(zip(("draft", "verify", "accept", "commit", "other"), spent, strict=True))
     return Run(list(tokens), seconds, Stats(passes, len(tokens) - 1, seconds={"prefill": 100.0} | phases))
 
 
@@ -92,7 +92,7 @@ def test_overhead_is_the_worst_drafters_and_phases_leave_the_prefill_out() -> No
     assert found["decoders"]["head chain:3"]["phases"] == {
         "draft": 0.25,  # 2 of the 8 seconds of both answers that have passes
         "verify": 0.5,
-        "judge": 0.0625,
+        "accept": 0.0625,
         "commit": 0.1875,
         "other": 0.0,
     }

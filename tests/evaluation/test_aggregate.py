@@ -69,12 +69,15 @@ def test_costs_and_prediction_follow_the_speed_model() -> None:
     assert entry["without_prefill"]["speedup"] == pytest.approx(2.0 / (2 / 3))
 
 
-def test_judging_is_part_of_the_rest_of_a_pass() -> None:
+def test_accept_counts_towards_other_and_keep_towards_commit() -> None:
     before = aggregate.suite([pair(1, 7.0, 3.0, [2, 1, 0])], CHAIN)
-    judged = pair(1, 7.0, 3.0, [2, 1, 0])
-    judged.speculative.stats.seconds["judge"] = 0.75
-    judged.plain.stats.seconds["judge"] = 1.5
-    entry = aggregate.suite([judged], CHAIN)
+    accepted, kept = pair(1, 7.0, 3.0, [2, 1, 0]), pair(1, 7.0, 3.0, [2, 1, 0])
+    kept.speculative.stats.seconds["keep"] = 0.5
+    seconds = aggregate.suite([kept], CHAIN)["seconds"]
+    assert seconds == before["seconds"] | {"commit": before["seconds"]["commit"] + 0.5}
+    accepted.speculative.stats.seconds["accept"] = 0.75
+    accepted.plain.stats.seconds["accept"] = 1.5
+    entry = aggregate.suite([accepted], CHAIN)
     assert entry["seconds"] == before["seconds"] | {"other": before["seconds"]["other"] + 0.75}
     assert entry["plain_seconds"]["other"] == before["plain_seconds"]["other"] + 1.5
     assert entry["costs"]["rest"] == pytest.approx((0.25 + 0.75) / 3 / (7.5 / 6))

@@ -269,16 +269,16 @@ def test_answers_are_cut_to_the_positions_of_the_target(
         ({"limit": -1}, "limit -1"),
         ({"generate_prompts": -2}, "generate_prompts -2"),
         ({"max_new_tokens": 1}, "max_new_tokens 1"),
-        ({"temperature": -1.0}, "temperature -1.0"),
+        ({"temperature": -1.0}, "option temperature: must be at least 0, got -1.0"),
         ({"draft_dtype": "int8"}, "draft-dtype 'int8' is not one of auto, float32, bfloat16, float16"),
         ({"drafter": ["self:0-3", "prompt_look"]}, "drafter 'prompt_look' is not understood"),
         (
             {"rule": "block", "tree": ["chain:2", "static:[[0],[1]]"], "draft_temperature": 1.0},
-            r"rule 'block' judges chains, tree static:\[\[0\],\[1\]\] is none",
+            r"option rule: block needs a chain, not static:\[\[0\],\[1\]\]",
         ),
-        ({"rule": "hope"}, "rule 'hope' is unknown; known are exact_match, rejection, block, typical"),
-        ({"rule": "rejection"}, "rule 'rejection' judges sampled drafts; give a draft-temperature above 0"),
-        ({"tree": ["chain:2", "dynamic:nodes=8,depth=4,topk=3"], "draft_temperature": 1.0}, "cannot sample them"),
+        ({"rule": "hope"}, "option rule: must be one of exact_match, rejection, block, typical, got 'hope'"),
+        ({"rule": "rejection"}, "option rule: rejection needs sampled drafts; set draft_temperature above 0"),
+        ({"tree": ["chain:2", "dynamic:nodes=8,depth=4,topk=3"], "draft_temperature": 1.0}, "cannot sample its drafts"),
         ({"head": ""}, "no target: give --target, or --head"),
         ({"head": "", "drafter": ["prompt_lookup"]}, "no target: give --target, or --head"),
         ({"head": "", "target": "tiny"}, "nothing to measure: give --head, --drafter or both"),
@@ -318,7 +318,9 @@ def test_a_head_whose_own_tree_cannot_be_sampled_is_refused(prompts: Path, use: 
     head = Scripted([], 0, parse_tree("dynamic:nodes=8,depth=4,topk=3"))
     head.kind = "scripted"  # type: ignore[attr-defined]
     use(head)
-    with pytest.raises(UserError, match=r"tree dynamic:.* cannot sample them; use a chain or a static tree"):
+    with pytest.raises(
+        UserError, match=r"option tree: dynamic:.* cannot sample its drafts; use a chain or a static tree"
+    ):
         evaluate.evaluate(options(prompts, draft_temperature=1.0))
 
 
