@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from spechead.cli.main import COMMANDS, run
+from spechead.options import leaf_types
 from tests.helpers.targets import make_target
 from tests.helpers.training import write_tiny
 
@@ -24,8 +28,10 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def python_blocks(name: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", text_of(name), re.DOTALL)
+def blocks(name: str, language: str = "") -> list[str]:
+    """The fenced blocks of a page in one language."""
+    fences = re.findall(r"^```(\w*)\n(.*?)^```$", text_of(name), re.DOTALL | re.MULTILINE)
+    return [block for marked, block in fences if marked == language]
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -44,6 +50,39 @@ def test_the_index_names_every_page() -> None:
     assert set(re.findall(r"\]\((\w[\w-]*\.md)\)", text_of("docs/index.md"))) >= pages
 
 
+# ------------------------------------------------------------------------------------------------ commands
+
+
+def command_of(words: list[str]) -> tuple[str, list[str]]:
+    """`torchrun ... -m spechead data inspect FILE` -> "data inspect" and its arguments."""
+    words = words[words.index("spechead") + 1 :]
+    length = 2 if words[0] == "data" else 1
+    return " ".join(words[:length]), words[length:]
+
+
+@pytest.mark.parametrize("name", sorted(set(PAGES) - {"docs/add-a-head.md"}))  # test_docs.py registers its head
+def test_commands_parse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [line for block in blocks(name) for line in block.replace("\\\n", " ").splitlines()]
+    for words in (shlex.split(line, comments=True) for line in lines if re.search(r"(^|-m |\d )spechead ", line)):
+        command, argv = command_of(words)
+        module = importlib.import_module(f"spechead.{COMMANDS[command].module}")
+        monkeypatch.setattr(module, COMMANDS[command].function, lambda options: None)
+        run(command, argv)
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_options_in_the_text_exist(name: str) -> None:
+    for line in re.findall(r"`spechead ([^`\n]+)`", text_of(name)):
+        command, argv = command_of(["spechead", *line.split()])
+        if command == "COMMAND":
+            continue
+        place = COMMANDS[command]
+        module = "training.recipe" if command == "train" else place.module
+        known = {*leaf_types(getattr(importlib.import_module(f"spechead.{module}"), place.options)), "config", "help"}
+        flags = {word[2:].replace("-", "_") for word in argv if word.startswith("--")}
+        assert flags <= known, line
+
+
 # ------------------------------------------------------------------------------------------------ Python
 
 
@@ -60,7 +99,7 @@ log: {{validate_every: 0}}
 def run_page(name: str, replaced: dict[str, str]) -> None:
     """Run the Python of a page, block after block, with some of its names replaced."""
     namespace: dict[str, object] = {}
-    for block in python_blocks(name):
+    for block in blocks(name, "python"):
         for old, new in replaced.items():
             block = block.replace(old, new)
         exec(compile(block, name, "exec"), namespace)
