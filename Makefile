@@ -87,6 +87,10 @@ speculators-check: $(STAMP) $(SPECULATORS)/installed ## an exported head in the 
 	@$(BIN)/python eval/speculators_check.py --speculators $(SPECULATORS)/bin/python \
 	  --head $(or $(HEAD),$(SERVED)/train-eagle3/head)
 
+smoke: $(STAMP) ## one minute of the tests: structure, pages, every head lossless, a short training, an export
+	$(BIN)/python -m pytest -q -m "not slow" -k "llama or not in_every_family" tests/test_structure.py tests/test_pages.py \
+	  tests/heads/test_base.py::test_lossless_in_every_family tests/formats/test_export.py::test_there_and_back
+
 test: $(STAMP) ## the quick tests: under six minutes on two cores
 	$(BIN)/python -m pytest -m "not slow"
 
