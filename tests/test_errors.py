@@ -19,6 +19,8 @@ from spechead.errors import first_line
         (ValueError(" \n "), "ValueError"),
         (RuntimeError(), "RuntimeError"),
         (KeyError("name"), "'name'"),
+        (ModuleNotFoundError("no peft", name="peft"), "no peft: pip install 'spechead[train]'"),
+        (ModuleNotFoundError("no other", name="other"), "no other"),
     ],
 )
 def test_one_line_of_any_exception(error: Exception, line: str) -> None:

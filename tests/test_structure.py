@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import spechead
+from spechead.errors import EXTRAS
 
 PACKAGE = Path(spechead.__file__).parent
 TESTS = Path(__file__).parent
@@ -179,6 +180,8 @@ def test_every_library_is_declared() -> None:
     used = {name.partition(".")[0] for path in MODULES.values() for name in imports(path)}
     used = {{"yaml": "pyyaml"}.get(name, name) for name in used - sys.stdlib_module_names - {"spechead"}}
     assert used == declared
+    optional = {distribution(requirement): extra for extra in ("train", "gguf") for requirement in extras[extra]}
+    assert optional == EXTRAS
 
 
 HIDE = """
