@@ -48,7 +48,7 @@ EDGES = {
     "peft": {"target.adapter"},
     "gguf": {"formats.gguf_file"},
     "datasets": {"data.dataset"},
-    "deepspeed": {"training.engine"},
+    "deepspeed": {"training.engine", "training.distributed"},
     "huggingface_hub": {"formats.push"},
     "wandb": {"training.log"},
     "safetensors": {"heads.files", "formats.files"},

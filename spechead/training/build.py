@@ -1,13 +1,10 @@
-"""What a recipe is about, built: its target, its samples and its head.
-
-Knows nothing of optimizers or of the folder of a run.
-"""
+"""Build what a recipe describes: the target, the samples, the head, and the module that is trained."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -23,24 +20,28 @@ from spechead.data.template_kwargs import keywords_of_data, template_warning
 from spechead.decoding.tree import parse_tree
 from spechead.errors import UserError
 from spechead.heads import HEADS, Head
+from spechead.heads.init_from import InitHead
 from spechead.target.loading import native_bfloat16
 from spechead.target.model import Target
-from spechead.training.engine import Ranks
-from spechead.training.init_from import InitHead
+from spechead.training.distributed import Ranks
+from spechead.training.feature_cache import FeatureCache
+from spechead.training.joint import JointModule
+from spechead.training.module import TrainingModule
 from spechead.training.recipe import Recipe
 
 
-class Data(NamedTuple):
-    """What a run learns from, and what is known of it."""
+@dataclass
+class Data:
+    """The samples of a run, and what was noticed about them."""
 
     training: list[Sample]
     validation: list[Sample]
-    dropped: dict[str, int]  # conversations that cannot be used, by reason
+    dropped: dict[str, int]  # number of unusable conversations by reason
     foreign: str  # how many answers are not marked as the target's own; empty where all are
 
 
 def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> Data:
-    """Read, tokenise and split the recipe's conversations; the first rank says what is wrong with them."""
+    """Read, tokenise and split the recipe's conversations; the first rank prints what is wrong with them."""
     sources, keywords = recipe.data.sources(), recipe.target.template_kwargs
     conversations = read_conversations(sources, recipe.data.limit)
     samples = build_samples(conversations, target.tokenizer, recipe.data.max_length, keywords)
@@ -55,12 +56,12 @@ def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> Data:
             print(f"data: {foreign}; a head learns most from the target's own answers (spechead data synthesize)")
     training, validation = split_validation(samples.items, recipe.data.validation_share, recipe.seed)
     if not training:
-        raise UserError(f"data.train {recipe.data.train}: no conversation is left to train on")
+        raise UserError(f"option data.train: no conversation of {recipe.data.train} is left to train on")
     return Data(training, validation, samples.dropped, foreign)
 
 
 def bare_head(recipe: Recipe, target: Target) -> Head:
-    """The recipe's head for the target, on the CPU, without vocabulary and weights that mean anything."""
+    """The recipe's head for the target, on the CPU; its vocabulary and weights are yet to be set."""
     kind = HEADS[recipe.head.kind]
     head = kind(kind.Config(**recipe.head.options), target)
     if recipe.head.tree:
@@ -69,10 +70,10 @@ def bare_head(recipe: Recipe, target: Target) -> Head:
 
 
 def make_head(recipe: Recipe, target: Target, training: Sequence[Sample]) -> Head:
-    """A new head for the target: its draft vocabulary, and the weights that it starts from."""
+    """A new head for the target, with its draft vocabulary and initial weights."""
     head = bare_head(recipe, target)
-    earlier = InitHead(Path(recipe.head.init_from), head) if recipe.head.init_from else None
-    kept = None if earlier is None else earlier.kept_ids(recipe.head.init_vocabulary)
+    initial = InitHead(Path(recipe.head.init_from), head) if recipe.head.init_from else None
+    kept = None if initial is None else initial.kept_ids(recipe.head.init_vocabulary)
     if head.reduced:
         head.set_vocabulary(draft_vocabulary(training, head.draft_size, target.vocab_size, kept))
     head.to(target.device)
@@ -80,9 +81,20 @@ def make_head(recipe: Recipe, target: Target, training: Sequence[Sample]) -> Hea
         head.recompute = True
     if recipe.head.init_from_target:
         head.init_from_target()
-    if earlier is not None:
-        earlier.copy_into_head()
+    if initial is not None:
+        initial.copy_into_head()
     return head
+
+
+def make_module(
+    recipe: Recipe, target: Target, training: Sequence[Sample], cache: FeatureCache, total: int
+) -> TrainingModule:
+    """What the engine trains for `total` steps: a new head, and with `adapter.peft` a new adapter on the target."""
+    head = make_head(recipe, target, training)
+    if recipe.adapter.peft:
+        return JointModule(head, cache, target.adapt(recipe.adapter.peft), recipe.adapter, total)
+    target.pack()
+    return TrainingModule(head, cache)
 
 
 def load_target(recipe: Recipe, bf16: bool) -> Target:

@@ -1,7 +1,7 @@
 """A running average of the weights (EMA), kept in the optimizer's state beside the moments.
 
-So whatever shards, saves and loads the moments does the same to the averages, and each process averages what it holds.
-Averaged are the float32 masters, which know more than weights rounded to bf16. Knows nothing of DeepSpeed or files.
+Whatever shards, saves and loads the moments does the same to the averages, and each process averages its own shard.
+The float32 masters are averaged, not the weights rounded to bf16.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-AVERAGE, COUNT = "average", "averaged"  # names in the optimizer's state: the average, and of how many steps it is
+AVERAGE, COUNT = "average", "averaged"  # names in the optimizer's state: the average, and its number of steps
 
 
 def keep_average(optimizer: Optimizer, decay: float) -> None:
-    """From now on, average every parameter of the optimizer after each step.
+    """Average every parameter of the optimizer after each step from now on.
 
-    After n steps the average is Σ_i decay^(n-i) w_i / Σ_i decay^(n-i), i from 1 to n: as with Adam's moments (arXiv
-    1412.6980, section 3) the start has no more weight than it should. Steps at a learning rate of 0 do not count: an
-    adapter waits through many.
+    After n steps the average is Σ_i decay^(n-i) w_i / Σ_i decay^(n-i), i from 1 to n: the bias
+    correction of Adam's moments (arXiv 1412.6980, section 3). Steps at a learning rate of 0 do not count: an adapter
+    has many of them before its first.
     """
 
     @torch.no_grad()
@@ -29,7 +29,7 @@ def keep_average(optimizer: Optimizer, decay: float) -> None:
         for group in optimizer.param_groups:
             for master in group["params"]:
                 state = optimizer.state[master]
-                if not group["lr"] or not state:  # no gradient yet: the optimizer must be first to fill its state
+                if not group["lr"] or not state:  # no gradient yet: the optimizer must fill its state first
                     continue
                 average = state.setdefault(AVERAGE, torch.zeros_like(master))
                 state[COUNT] = count = state.get(COUNT, 0) + 1
@@ -40,7 +40,7 @@ def keep_average(optimizer: Optimizer, decay: float) -> None:
 
 @contextmanager
 def averages(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, parameters and their averages have changed places; where no average is kept, nothing has."""
+    """Within the context, parameters and their averages are exchanged; where no average is kept, nothing changes."""
     _exchange(optimizer)
     try:
         yield
@@ -52,6 +52,6 @@ def averages(optimizer: Optimizer) -> Iterator[None]:
 def _exchange(optimizer: Optimizer) -> None:
     for master, state in optimizer.state.items():
         if AVERAGE in state:
-            held = master.clone()
+            own = master.clone()
             master.copy_(state[AVERAGE])
-            state[AVERAGE].copy_(held)
+            state[AVERAGE].copy_(own)

@@ -1,32 +1,24 @@
-"""Remember the target's outputs of training samples, so that later epochs skip its forward.
-
-A frozen target gives the same features each epoch. They stay in memory up to a limit; what does not fit is computed
-again. Knows nothing of heads.
-"""
+"""A cache of the frozen target's outputs, so that later epochs skip its forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 from spechead.target.model import TargetOutput
 
-Key = tuple[int, ...]
-
 
 class FeatureCache:
-    """Outputs by the sample ids of a batch, up to `limit_gb` (2^30 bytes)."""
+    """Target outputs by the sample ids of a batch, up to `limit_gb` (2^30 bytes); what does not fit is not kept."""
 
     def __init__(self, limit_gb: float) -> None:
         self._free = limit_gb * 2**30
-        self._held: dict[Key, TargetOutput] = {}
+        self._outputs: dict[tuple[int, ...], TargetOutput] = {}
 
-    def recall(self, key: Key, compute: Callable[[], TargetOutput]) -> TargetOutput:
-        """The output known under `key`, else that of `compute`, remembered while there is room."""
-        if key not in self._held:
-            out = compute()
-            size = sum(t.numel() * t.element_size() for t in (out.hidden, out.features))
-            if size > self._free:
-                return out
+    def get(self, rows: Sequence[int]) -> TargetOutput | None:
+        return self._outputs.get(tuple(rows))
+
+    def add(self, rows: Sequence[int], out: TargetOutput) -> None:
+        size = sum(t.numel() * t.element_size() for t in (out.hidden, out.features))
+        if size <= self._free:
             self._free -= size
-            self._held[key] = out
-        return self._held[key]
+            self._outputs[tuple(rows)] = out

@@ -1,17 +1,13 @@
-"""What a long job tells its user: progress on the console, numbers in JSONL and in wandb, a curve of them.
+"""The log of a run: records of named numbers by step, in JSONL and in wandb, and a curve of them.
 
-Knows nothing of models, data or training; a record is a step and a few named numbers. The only file that
-imports wandb.
-
-Names that `plot_curve` understands, each alone or behind a prefix such as `validation/`:
+Names that `plot_curve` draws, with or without a prefix such as `validation/`:
     loss                     the loss; head_loss and target_loss where it is made of both
-    accuracy@K               share of positions whose draft of depth K is right
+    accuracy@K               share of positions whose draft of depth K is correct
     acceptance_length        tokens per pass that those accuracies imply
 """
 
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -19,21 +15,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spechead.errors import UserError
-from spechead.files import make_folder, reason, write_text
+from spechead.files import make_folder, read_jsonl, reason, replacing, write_text
 
 LOG_NAME = "log.jsonl"
 CURVE_NAME = "training_curve.png"
 WANDB_ID_NAME = "wandb_id.txt"
 
 
-# ------------------------------------------------------------------------------------------------ progress
-
-
 # ------------------------------------------------------------------------------------------------ records
 
 
 class Sink(Protocol):
-    """Somewhere else that records go to."""
+    """A wandb run, or what stands in for one."""
 
     def log(self, values: dict[str, Any]) -> None: ...
     def finish(self) -> None: ...
@@ -62,8 +55,8 @@ class NoLog:
 class RunLog:
     """Records of one run: lines of `log.jsonl`, flushed one by one, and a wandb run.
 
-    `resume`: the step behind which the lines and the wandb run are carried on; lines of later steps, which an
-    interrupted run wrote behind its last checkpoint, are dropped. With 0 both start anew.
+    `resume`: the step after which the log and the wandb run continue; lines of later steps, which an interrupted run
+    wrote after its last checkpoint, are dropped. With 0 both start anew.
     """
 
     def __init__(
@@ -85,7 +78,7 @@ class RunLog:
         self._sink = _open_wandb(Path(folder), wandb_mode, project, dict(config or {}), resume > 0)
 
     def record(self, step: int, values: Mapping[str, float]) -> None:
-        """Several records of one step (training, then validation) are fine: `read_log` joins them."""
+        """A step may have several records (training, then validation): `read_log` joins them."""
         row = {"step": int(step), "time": round(time.time(), 3)} | {k: _number(v) for k, v in values.items()}
         try:
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -102,24 +95,17 @@ class RunLog:
 def read_log(folder: Path) -> list[dict[str, Any]]:
     """One row a step, in order of steps. A step recorded again keeps its last values."""
     rows: dict[int, dict[str, Any]] = {}
-    for _, row in _records(Path(folder) / LOG_NAME):
+    for row in _records(Path(folder) / LOG_NAME):
         rows.setdefault(row["step"], {}).update(row)
     return [rows[step] for step in sorted(rows)]
 
 
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The lines of the log in `path`, and what each records."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    except OSError as error:
-        raise UserError(f"no training log at {path}: {reason(error)}") from error
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is a half-written line
-        try:
-            row = json.loads(line)
-            row["step"] = int(row["step"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{path} line {number} is not a record of a training log; remove that line") from error
-        yield line, row
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    """The lines of a log."""
+    for where, row in read_jsonl(path, "training log", growing=True):
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise UserError(f"{where}: not a record of a training log, remove that line")
+        yield row
 
 
 def _number(value: float) -> float | int | None:
@@ -130,20 +116,19 @@ def _number(value: float) -> float | int | None:
 
 
 def _cut(path: Path, step: int) -> None:
-    """Cut what a killed run left behind `step`, half a line included."""
-    kept = [line for line, row in _records(path) if row["step"] <= step]
-    write_text(path, "".join(f"{line}\n" for line in kept))
+    """Remove the lines after `step` that a killed run left, half a line included."""
+    write_text(path, "".join(f"{json.dumps(row)}\n" for row in _records(path) if row["step"] <= step))
 
 
 def _open_wandb(folder: Path, mode: str, project: str, config: dict[str, Any], resume: bool) -> Sink:
     if mode == "disabled":
         return NoWandb()
     if mode not in ("offline", "online"):
-        raise UserError(f"wandb mode {mode!r} is unknown: use disabled, offline or online")
+        raise UserError(f"option log.wandb: {mode!r} is unknown, use disabled, offline or online")
     try:
         import wandb
     except ImportError as error:
-        raise UserError(f"wandb mode {mode!r} needs the package wandb: install it or use disabled") from error
+        raise UserError(f"option log.wandb: {mode!r} needs the package wandb, install it or use disabled") from error
     id_file = folder / WANDB_ID_NAME
     run_id = id_file.read_text().strip() if resume and id_file.exists() else None
     run = wandb.init(
@@ -154,7 +139,7 @@ def _open_wandb(folder: Path, mode: str, project: str, config: dict[str, Any], r
         id=run_id,
         resume="allow" if run_id else None,
     )
-    # Own x axis: wandb's internal step must never go back, a resumed run does.
+    # An x axis of our own: wandb's internal step must not decrease, and that of a resumed run does
     run.define_metric("step")
     run.define_metric("*", step_metric="step")
     id_file.write_text(run.id + "\n")
@@ -190,11 +175,6 @@ def plot_curve(folder: Path) -> Path:
         if series:
             axes.legend(fontsize=8)
     path = Path(folder) / CURVE_NAME
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        figure.savefig(temporary, format="png", dpi=130)
-        os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise UserError(f"cannot write {path}: {reason(error)}") from error
+    with replacing(path) as scratch:
+        figure.savefig(scratch, format="png", dpi=130)
     return path

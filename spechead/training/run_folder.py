@@ -1,96 +1,86 @@
-"""The folder of a training run: whose run it is, and the head that comes out of it.
-
-Knows nothing of how a run trains.
-"""
+"""The folder of a training run: the settings it was begun with, and the head that it writes."""
 
 from __future__ import annotations
 
-import shutil
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from spechead.errors import UserError
-from spechead.files import read_json, write_json
+from spechead.files import difference, flat, read_json, remove, write_json
 from spechead.heads import Head
 from spechead.heads.files import save_head
 from spechead.target.adapter import FOLDER, Adapter
-from spechead.training.engine import Ranks, checkpoints
-from spechead.training.recipe import Recipe
+from spechead.training.checkpoints import list_checkpoints
+from spechead.training.distributed import Ranks
+from spechead.training.recipe import LogConfig, Recipe
 
 STARTED, FINISHED, CHECKPOINTS = "recipe.json", "run.json", "checkpoints"
-# what may change when a run is carried on
-FREE_OPTIONS = ("log.", "out", "engine.threads", "engine.feature_memory_gb", "engine.gradient_checkpointing")
+# Options that may change when a run is resumed. Once it has finished, its head is chosen, and log.best may not.
+_FREE_AT_END = [f"log.{option.name}" for option in fields(LogConfig) if option.name != "best"]
+_FREE_AT_END += ["out", "engine.threads", "engine.feature_memory_gb", "engine.gradient_checkpointing"]
+FREE_OPTIONS = [*_FREE_AT_END, "log.best"]
 
 
 def claim(recipe: Recipe, out: Path, ranks: Ranks, facts: dict[str, Any]) -> None:
-    """Note what the run in `out` is, or refuse to carry on with another recipe, target, data or number of processes."""
-    path = out / STARTED
-    mine = recipe.to_dict() | {"facts": facts | {"processes": ranks.world}}
-    if checkpoints(out / CHECKPOINTS):
-        refuse_other(mine, out)
+    """Write the settings of the run in `out`, or raise UserError if it was begun with others.
+
+    `facts`: what identifies the target and the data; they must be the same, too, and so must the number of processes.
+    """
+    settings = recipe.to_dict() | {"facts": facts | {"processes": ranks.world}}
+    if list_checkpoints(out / CHECKPOINTS):
+        _refuse_other(settings, out, FREE_OPTIONS)
     ranks.barrier()
     if ranks.first:
-        write_json(path, mine)
+        write_json(out / STARTED, settings)
 
 
-def refuse_other(mine: dict[str, Any], out: Path) -> None:
-    """A run is carried on only as it began, but for `FREE_OPTIONS`."""
+def refuse_other_recipe(recipe: Recipe, out: Path) -> None:
+    """Raise UserError if the finished run in `out` was begun with another recipe."""
+    _refuse_other(recipe.to_dict(), out, [*_FREE_AT_END, "facts."])
+
+
+def _refuse_other(settings: dict[str, Any], out: Path, free: list[str]) -> None:
     path = out / STARTED
     earlier = read_json(path) if path.is_file() else None
+    remedy = "choose another --out, or remove that folder"
     if not isinstance(earlier, dict):
-        raise UserError(
-            f"{out} holds a run, and its {STARTED} is missing or no recipe: choose another --out, or remove that folder"
-        )
-    now, before = _flat(mine), _flat(Recipe().to_dict()) | _flat(earlier)  # options that it did not know were unset
-    finished = "facts" not in mine  # they need no second look then
-    free = (*FREE_OPTIONS, "facts.") if finished else FREE_OPTIONS
-    for name in sorted(now.keys() | before.keys()):
-        settled = finished and name == "log.best"  # the head is made
-        if now.get(name) != before.get(name) and (settled or not name.startswith(free)):
-            raise UserError(
-                f"{out} holds a run with {name} = {before.get(name)!r}, now {now.get(name)!r}: "
-                "choose another --out, or remove that folder"
-            )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = list(value) if isinstance(value, tuple) else value
-    return flat
+        raise UserError(f"option out: {out} contains a run, and its {STARTED} is missing or no recipe: {remedy}")
+    defaults = flat(Recipe().to_dict())  # of options that did not exist when the run began
+    changed = difference(settings, defaults | flat(earlier), free)
+    if changed is not None:
+        name, now, before = changed
+        raise UserError(f"option out: {out} contains a run with {name} = {before!r}, now {now!r}: {remedy}")
 
 
 def head_weights(masters: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The head's tensors by its own names, out of those of `TrainingModule`."""
+    """The head's tensors by its own names, from the master weights of a `TrainingModule`."""
     return {name.removeprefix("head."): tensor for name, tensor in masters.items() if name.startswith("head.")}
 
 
 def write_head(
     meta: dict[str, Any], head: Head, adapter: Adapter | None, masters: dict[str, Tensor], folder: Path
 ) -> None:
-    """Write the head with the weights `masters`, and beside it the adapter that was trained with it.
+    """Write the head with the weights `masters`, and in its folder the adapter that was trained along with it.
 
-    The head is then for the target that carries the adapter, and `head.target` becomes that one.
+    The head is then for the target with that adapter: `head.target` gets its fingerprint.
     """
     if adapter is None:
-        shutil.rmtree(folder / FOLDER, ignore_errors=True)  # of another run
+        remove(folder / FOLDER)  # of another run
     else:
-        adapter.load([tensor for name, tensor in masters.items() if name.startswith("adapter_parameters.")])
+        adapter.load([masters[f"adapter_parameters.{i}"] for i in range(len(adapter.parameters))])
         adapter.save(folder / FOLDER)
         head.target.fingerprint = adapter.fingerprint(head.target.fingerprint)
     save_head(head, folder, meta, head_weights(masters))
 
 
 def head_meta(recipe: Recipe, steps: int, foreign: str) -> dict[str, Any]:
-    """What a head's file says of the training behind it; `foreign`: see `build.Data`."""
+    """How a head was trained, for its config.json. `foreign`: see `build.Data`."""
     target = recipe.target
     split = {name: getattr(recipe.data, name) for name in ("max_length", "validation_share", "limit")}
     meta = {"data": recipe.data.train, "split": split | {"seed": recipe.seed}, "steps": steps}
     meta |= {"template_kwargs": target.template_kwargs, "foreign": foreign}
     flags = {"four_bits": target.four_bits, "adapter": bool(recipe.adapter.peft)}
-    return meta | {name: True for name, so in flags.items() if so}
+    return meta | {name: True for name, value in flags.items() if value}

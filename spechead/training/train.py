@@ -1,7 +1,4 @@
-"""Train a head on a target: one loop, read from top to bottom.
-
-Knows nothing of any particular head, and nothing of DeepSpeed beyond `engine`.
-"""
+"""Train a head on a target: one loop, read from top to bottom."""
 
 from __future__ import annotations
 
@@ -10,9 +7,8 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,24 +16,25 @@ import torch
 from torch import Tensor
 
 from spechead import __version__
-from spechead.data.dataset import Batch, Sample, collate, digest, plan_step
+from spechead.data.dataset import Batch, collate, digest, plan_step
 from spechead.errors import UserError
 from spechead.files import locked, refuse_unwritable, write_json
 from spechead.heads import Head
 from spechead.heads.files import has_head
+from spechead.heads.init_from import other_target
 from spechead.progress import Progress
-from spechead.target.adapter import Adapter
 from spechead.target.loading import choose_device
-from spechead.training.build import computes_bf16, load_data, load_target, make_head
-from spechead.training.engine import Engine, Group, Ranks, checkpoints, learning_rate_factor, start, step_of
+from spechead.training import checkpoints
+from spechead.training.build import Data, computes_bf16, load_data, load_target, make_module
+from spechead.training.checkpoints import TrainState
+from spechead.training.distributed import Ranks, start
+from spechead.training.engine import Engine
 from spechead.training.feature_cache import FeatureCache
-from spechead.training.init_from import other_target
 from spechead.training.log import NoLog, RunLog, plot_curve
-from spechead.training.module import JointModule, TrainingModule
+from spechead.training.module import TrainingModule
 from spechead.training.recipe import Recipe
-from spechead.training.run_folder import CHECKPOINTS, FINISHED, claim, head_meta, refuse_other, write_head
-from spechead.training.running_metrics import Window
-from spechead.training.state import TrainState
+from spechead.training.run_folder import CHECKPOINTS, FINISHED, claim, head_meta, refuse_other_recipe, write_head
+from spechead.training.running_metrics import RunningMetrics
 
 
 @dataclass
@@ -47,61 +44,51 @@ class Run:
     recipe: Recipe
     ranks: Ranks
     out: Path
-    head: Head
-    adapter: Adapter | None
+    data: Data
+    module: TrainingModule
     engine: Engine
-    training: list[Sample]
-    validation: list[Sample]
-    dropped: dict[str, int]  # see `build.Data`, as of the next
-    foreign: str
-    total: int
-    device: torch.device
+    total: int  # optimizer steps
 
 
-def train(recipe: Recipe, memory: FeatureCache | None = None) -> Path:
-    """Train as the recipe says and return the head's folder; goes on where an interrupted run of the same recipe was.
+def train(recipe: Recipe, cache: FeatureCache | None = None) -> Path:
+    """Train as the recipe describes and return the head's folder; an interrupted run of the same recipe is resumed.
 
-    `memory` may be shared by runs that tap the same layers of the same target for the same samples.
+    `cache` may be shared by runs that tap the same layers of the same target on the same samples.
     """
     out = Path(recipe.out)
     if (out / FINISHED).is_file():
-        refuse_other(recipe.to_dict(), out)
+        refuse_other_recipe(recipe, out)
         if not has_head(out / "head"):
-            remedy = f"make it with `spechead extract-head {out} --out {out}/head`"
-            raise UserError(f"{out} lacks the head of its run: {remedy}")
-        print(f"{out} holds the finished run of this recipe; remove it to train anew")
+            remedy = f"write it with `spechead extract-head {out} --out {out}/head`"
+            raise UserError(f"option out: {out} has no head although its run is finished, {remedy}")
+        print(f"{out} contains the finished run of this recipe; remove it to train anew")
         return out / "head"
-    memory = memory or FeatureCache(recipe.engine.feature_memory_gb)
-    run = set_up(recipe, start(choose_device(recipe.target.device)), memory)
-    with locked(out, "out") if run.ranks.first else nullcontext():
+    ranks = start(choose_device(recipe.target.device))
+    run = set_up(recipe, ranks, cache or FeatureCache(recipe.engine.feature_memory_gb))
+    with locked(out, "out") if ranks.first else nullcontext():
         return finish(run, fit(run))
 
 
-def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureCache) -> Run:
+def set_up(recipe: Recipe, ranks: Ranks, cache: FeatureCache) -> Run:
     """Seeds, target, data, head and engine."""
     if recipe.engine.threads:
         torch.set_num_threads(recipe.engine.threads)
-    out = Path(recipe.out)
+    out, optim = Path(recipe.out), recipe.optim
     refuse_unwritable(out)
-    accumulation = recipe.optim.accumulation(ranks.world)
-    device = choose_device(recipe.target.device)
-    bf16 = computes_bf16(recipe.engine.precision, device)
+    accumulation = optim.accumulation(ranks.world)
+    bf16 = computes_bf16(recipe.engine.precision, ranks.device)
     target = load_target(recipe, bf16)
-    torch.manual_seed(recipe.seed)  # behind the loading, which may draw numbers
+    torch.manual_seed(recipe.seed)  # after loading, which may draw random numbers
     random.seed(recipe.seed)
-    training, validation, dropped, foreign = load_data(recipe, target, ranks)
-    total = recipe.optim.total_steps(len(training))
-    refuse_idle_patience(recipe, total, len(validation))
-    head = make_head(recipe, target, training)
+    data = load_data(recipe, target, ranks)
+    total = optim.total_steps(len(data.training))
+    refuse_idle_patience(recipe, total, len(data.validation))
+    module = make_module(recipe, target, data.training, cache, total)
     if ranks.first and recipe.head.init_from and (warning := other_target(Path(recipe.head.init_from), target)):
         print(f"warning: {warning}", file=sys.stderr)
-    adapter = target.adapt(recipe.adapter.peft) if recipe.adapter.peft else None
-    if adapter is None:
-        target.pack()
-    optim = recipe.optim
     engine = Engine(
-        TrainingModule(head, memory) if adapter is None else JointModule(head, memory, adapter, recipe.adapter),
-        groups(recipe, total, head, adapter),
+        module,
+        module.groups(optim, total),
         betas=optim.betas,
         weight_decay=optim.weight_decay,
         ema=optim.ema,
@@ -111,14 +98,14 @@ def set_up(recipe: Recipe, ranks: Ranks, memory: FeatureCache) -> Run:
         zero_stage=recipe.engine.zero_stage,
         bf16=bf16,
     )
-    facts = {"target": target.fingerprint, "samples": len(training), "data": digest([*training, *validation])}
-    facts["foreign"] = foreign
-    claim(recipe, out, ranks, facts)  # now that nothing is refused
-    return Run(recipe, ranks, out, head, adapter, engine, training, validation, dropped, foreign, total, device)
+    facts = {"target": target.fingerprint, "samples": len(data.training)}
+    facts |= {"data": digest([*data.training, *data.validation]), "foreign": data.foreign}
+    claim(recipe, out, ranks, facts)  # last, since a refused run leaves no folder
+    return Run(recipe, ranks, out, data, module, engine, total)
 
 
 def refuse_idle_patience(recipe: Recipe, total: int, held_out: int) -> None:
-    """`optim.patience` needs validations before the last step."""
+    """Raise UserError where `optim.patience` counts validations and none comes before the last step."""
     patience, every = recipe.optim.patience, recipe.log.validate_every
     if patience and not (held_out and 0 < every < total):
         raise UserError(
@@ -127,155 +114,114 @@ def refuse_idle_patience(recipe: Recipe, total: int, held_out: int) -> None:
         )
 
 
-def groups(recipe: Recipe, total: int, head: Head, adapter: Adapter | None) -> list[Group]:
-    """Head and adapter with their learning rates; the adapter's is 0 while the head is trained alone."""
-    optim = recipe.optim
-
-    def factor(steps: int) -> Callable[[int], float]:
-        return learning_rate_factor(optim.schedule, steps, optim.warmup_share, optim.min_lr_share)
-
-    found = [Group(list(head.parameters()), optim.lr, factor(total))]
-    if adapter is not None:
-        alone = steps_alone(recipe, total)
-        later = factor(total - alone)
-        rate = Group(adapter.parameters, recipe.adapter.lr, lambda step: later(step - alone) if step >= alone else 0.0)
-        found.append(rate)
-    return found
-
-
-def steps_alone(recipe: Recipe, total: int) -> int:
-    """Steps that train the head alone, before an adapter is trained with it; 0 without one."""
-    return min(total - 1, round(recipe.adapter.start_share * total)) if recipe.adapter.peft else 0
-
-
-def progress_of(run: Run, step: int) -> float:
-    """The share of the steps that train head and adapter together that is behind before `step`; below 0 until then."""
-    alone = steps_alone(run.recipe, run.total)
-    return (step - 1 - alone) / (run.total - alone)
-
-
 def fit(run: Run) -> TrainState:
-    """The loop: train a step, then log, checkpoint and validate where that is due.
+    """The loop: take a step, then log, save a checkpoint and validate where that is due.
 
-    It ends after the last step, or when validations bring nothing better. A checkpoint comes before a validation, so
-    that one which dies costs nothing, and again behind the best so far: the head may be made of it.
+    It ends after the last step, or when `optim.patience` runs out. A checkpoint comes before a validation, so that a
+    validation that fails costs nothing, and another after the best one so far: the head may be made from it.
     """
     every, patience = run.recipe.log, run.recipe.optim.patience
-    now = resume(run)
-    log = open_log(run, now.step)
-    window = Window(run.head)
-    with Progress("train", run.total, "step", done=now.step, quiet=not run.ranks.first) as progress:
-        if now.step and now.step not in dict(now.validations):  # the run ended between checkpoint and validation
-            look(run, now, log)
-        while now.step < run.total and not now.over(patience):
-            train_step(run, now, window)
-            progress.advance(note=window.note)
-            if _due(now.step, every.every, run.total) or _due(now.step, every.validate_every, run.total):
-                engine = run.engine
-                rates = {"lr": engine.lr, "grad_norm": engine.grad_norm, "tokens": now.tokens}
-                log.record(now.step, window.values(run.ranks) | rates)
-            if _due(now.step, every.checkpoint_every, run.total):
-                save(run, now)
-            look(run, now, log)
+    state = checkpoints.resume(run.out / CHECKPOINTS, run.engine, run.ranks)
+    log = open_log(run, state.step)
+    metrics = RunningMetrics(run.module.head, run.module.parts)
+    with Progress("train", run.total, "step", done=state.step, quiet=not run.ranks.first) as progress:
+        if state.step and state.step not in dict(state.validations):  # interrupted between checkpoint and validation
+            validate_if_due(run, state, log)
+        while state.step < run.total and not state.should_stop(patience):
+            train_step(run, state, metrics)
+            progress.advance(note=metrics.note)
+            if _due(state.step, every.every, run.total) or _due(state.step, every.validate_every, run.total):
+                rates = {"lr": run.engine.lr, "grad_norm": run.engine.grad_norm, "tokens": state.tokens}
+                log.record(state.step, metrics.values(run.ranks) | rates)
+            if _due(state.step, every.checkpoint_every, run.total):
+                save(run, state)
+            validate_if_due(run, state, log)
     log.close()
-    return now
+    return state
 
 
-def look(run: Run, now: TrainState, log: RunLog | NoLog) -> None:
-    """Validate where that is due, and write a checkpoint of what is the best so far, or the end of the run."""
-    if not run.validation or not _due(now.step, run.recipe.log.validate_every, run.total):
+def validate_if_due(run: Run, state: TrainState, log: RunLog | NoLog) -> None:
+    """Validate where that is due, and save a checkpoint of the best validation so far and of the end of the run."""
+    if not run.data.validation or not _due(state.step, run.recipe.log.validate_every, run.total):
         return
-    found = validate(run, now.step)
-    log.record(now.step, {f"validation/{name}": value for name, value in found.items()})
-    if now.step <= steps_alone(run.recipe, run.total):  # it is another target's head
+    values = validate(run, state.step)
+    log.record(state.step, {f"validation/{name}": value for name, value in values.items()})
+    if not run.module.comparable(state.step):
         return
-    now.validations.append((now.step, found["acceptance_length"]))
-    if now.best == now.step or now.step == run.total or now.over(run.recipe.optim.patience):
-        save(run, now)
+    state.validations.append((state.step, values["acceptance_length"]))
+    if state.best == state.step or state.step == run.total or state.should_stop(run.recipe.optim.patience):
+        save(run, state)
 
 
-def save(run: Run, now: TrainState) -> None:
-    run.engine.save(run.out / CHECKPOINTS, now.step, asdict(now), run.ranks, run.recipe.log.keep, now.best)
+def save(run: Run, state: TrainState) -> None:
+    checkpoints.save(run.out / CHECKPOINTS, state, run.engine, run.ranks, run.recipe.log.keep)
 
 
-def train_step(run: Run, now: TrainState, window: Window) -> None:
-    """One optimizer step: plan its samples, take them forward and backward in micro steps, move the weights."""
-    began, step = time.monotonic(), now.step + 1
+def train_step(run: Run, state: TrainState, metrics: RunningMetrics) -> None:
+    """One optimizer step: choose its samples, run them forward and backward in micro steps, update the weights."""
+    began, step = time.monotonic(), state.step + 1
     batches = micro_batches(run, step)
-    if run.adapter is not None:  # dropout is the same after a resume, and another on each rank
-        torch.manual_seed((run.recipe.seed * run.total + step) * run.ranks.world + run.ranks.rank)
+    run.module.seed_dropout((run.recipe.seed * run.total + step) * run.ranks.world + run.ranks.rank)
     supervised = int(run.ranks.sum(torch.tensor(sum(int(b.supervised.sum()) for b in batches))))
     for batch in batches:
-        loss, hits, parts = run.engine(batch, progress_of(run, step))
-        _refuse_not_finite(loss, step, batch, run.head)
-        run.engine.backward(loss / supervised)
+        output = run.engine(batch, step)
+        _refuse_not_finite(output.loss, step, batch, run.module.head)
+        run.engine.backward(output.loss / supervised)
         run.engine.step()
-        window.add(loss, hits, batch, parts)
+        metrics.add(output, batch)
     _refuse_skipped(run.engine, step)
-    now.step, now.tokens = step, now.tokens + supervised
-    window.took(time.monotonic() - began)
-
-
-def resume(run: Run) -> TrainState:
-    """Take up the newest checkpoint that the first rank sees, if there is any."""
-    found = checkpoints(run.out / CHECKPOINTS)
-    newest = step_of(found[-1]) if found and run.ranks.first else 0
-    step = int(run.ranks.sum(torch.tensor(newest)))  # the others add 0
-    if step == 0:
-        return TrainState()
-    state = run.engine.load(run.out / CHECKPOINTS, step)
-    return TrainState(state["step"], state["tokens"], state.get("validations", []))
+    state.step, state.tokens = step, state.tokens + supervised
+    metrics.add_seconds(time.monotonic() - began)
 
 
 def open_log(run: Run, step: int) -> RunLog | NoLog:
-    """The log of this process, carried on behind `step`."""
+    """The log of this process, continued after `step`."""
     if not run.ranks.first:
         return NoLog()
-    where = run.recipe.log
-    return RunLog(run.out, where.wandb, where.project, run.recipe.to_dict(), resume=step)
+    options = run.recipe.log
+    return RunLog(run.out, options.wandb, options.project, run.recipe.to_dict(), resume=step)
 
 
 def micro_batches(run: Run, step: int) -> list[Batch]:
     """This rank's share of the step's samples. The samples depend on the step and the seed alone, not on the ranks."""
     optim, ranks = run.recipe.optim, run.ranks
-    chosen = plan_step(len(run.training), optim.batch_size, run.recipe.seed, step - 1)
-    mine = chosen[ranks.rank :: ranks.world]
+    samples = plan_step(len(run.data.training), optim.batch_size, run.recipe.seed, step - 1)
+    own = samples[ranks.rank :: ranks.world]
     size = optim.micro_batch_size
-    parts = [mine[i : i + size] for i in range(0, len(mine), size)]
+    parts = [own[i : i + size] for i in range(0, len(own), size)]
     length = run.recipe.data.max_length
-    return [collate([run.training[i] for i in part], length).to(run.device) for part in parts]
+    return [collate([run.data.training[i] for i in part], length).to(ranks.device) for part in parts]
 
 
 @torch.no_grad()
 def validate(run: Run, step: int) -> dict[str, float]:
-    """The window's numbers over the held-out samples, with the averaged weights where the recipe keeps them."""
+    """The metrics of the held-out samples, with the averaged weights where the recipe keeps them."""
     run.engine.train(False)
-    window = Window(run.head)
+    metrics = RunningMetrics(run.module.head, run.module.parts)
     with run.engine.averaged():
-        for sample in run.validation[run.ranks.rank :: run.ranks.world]:
-            batch = collate([sample], run.recipe.data.max_length).to(run.device)
-            loss, hits, parts = run.engine.module(batch, progress_of(run, step))
-            window.add(loss, hits, batch, parts)
+        for sample in run.data.validation[run.ranks.rank :: run.ranks.world]:
+            batch = collate([sample], run.recipe.data.max_length).to(run.ranks.device)
+            metrics.add(run.module(batch, step), batch)
     run.engine.train(True)
-    found = window.values(run.ranks)
-    if not math.isfinite(found["loss"]):
-        raise UserError(f"step {step}: the loss of the validation is {found['loss']}; lower optim.lr")
-    return found
+    values = metrics.values(run.ranks)
+    if not math.isfinite(values["loss"]):
+        raise UserError(f"step {step}: the loss of the validation is {values['loss']}; lower optim.lr")
+    return values
 
 
-def finish(run: Run, now: TrainState) -> Path:
-    """Write the head, the curve, and what the head came from."""
-    step = settle(run, now)
+def finish(run: Run, state: TrainState) -> Path:
+    """Write the head, the curve of the log, and run.json: how the head was made."""
+    step = restore_best(run, state)
     masters = run.engine.master_weights()
-    folder = run.out / "head"
+    folder, data = run.out / "head", run.data
     if run.ranks.first:
-        recipe = run.recipe
-        write_head(head_meta(recipe, step, run.foreign), run.head, run.adapter, masters, folder)
+        meta = head_meta(run.recipe, step, data.foreign)
+        write_head(meta, run.module.head, run.module.adapter, masters, folder)
         plot_curve(run.out)
         provenance = {
-            "recipe": recipe.to_dict(),
-            "steps": {"trained": now.step, "head": step},
-            "samples": {"training": len(run.training), "validation": len(run.validation), "dropped": run.dropped},
+            "recipe": run.recipe.to_dict(),
+            "steps": {"trained": state.step, "head": step},
+            "samples": {"training": len(data.training), "validation": len(data.validation), "dropped": data.dropped},
             "versions": {name: version(name) for name in ("torch", "transformers", "deepspeed")},
             "machine": f"{platform.machine()}, {platform.system()}, {torch.get_num_threads()} threads",
         }
@@ -284,17 +230,17 @@ def finish(run: Run, now: TrainState) -> Path:
     return folder
 
 
-def settle(run: Run, now: TrainState) -> int:
-    """Go back to the weights that validated best, unless they are the last or not asked for; the step they are of."""
-    if run.ranks.first and now.step < run.total:
-        print(f"stopped after step {now.step}: {run.recipe.optim.patience} validations brought nothing better")
-    if not run.recipe.log.best or now.best in (0, now.step):
-        return now.step
-    run.engine.load(run.out / CHECKPOINTS, now.best)
+def restore_best(run: Run, state: TrainState) -> int:
+    """Load the checkpoint of the best validation unless it is the last step or `log.best` is off; returns its step."""
+    if run.ranks.first and state.step < run.total:
+        print(f"stopped after step {state.step}: {run.recipe.optim.patience} validations without improvement")
+    if not run.recipe.log.best or state.best in (0, state.step):
+        return state.step
+    checkpoints.load(run.out / CHECKPOINTS, state.best, run.engine)
     if run.ranks.first:
-        length = dict(now.validations)[now.best]
-        print(f"the head is that of step {now.best}, which validated best: {length:.2f} tokens per pass")
-    return now.best
+        length = dict(state.validations)[state.best]
+        print(f"the head is that of step {state.best}, the best validation: {length:.2f} tokens per pass")
+    return state.best
 
 
 def _due(step: int, every: int, total: int) -> bool:
@@ -308,11 +254,11 @@ def _refuse_not_finite(loss: Tensor, step: int, batch: Batch, head: Head) -> Non
     where = f"parameter {bad[0]}" if bad else "an activation"
     raise UserError(
         f"step {step}: the loss is {float(loss.detach())} on conversation(s) {batch.rows}; "
-        f"the first bad tensor is {where}. "
+        f"the first tensor that is not finite is {where}. "
         "Lower optim.lr, or look at the conversation with `spechead data inspect`"
     )
 
 
 def _refuse_skipped(engine: Engine, step: int) -> None:
-    if engine.skipped or not math.isfinite(engine.grad_norm):  # before it gets into a checkpoint
+    if engine.skipped or not math.isfinite(engine.grad_norm):  # before it reaches a checkpoint
         raise UserError(f"step {step}: a gradient is not finite; lower optim.lr or engine.precision")

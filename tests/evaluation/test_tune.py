@@ -24,7 +24,7 @@ from spechead.heads import HEADS, Head
 from spechead.heads.files import load_head, save_head
 from spechead.target.model import Target
 from spechead.training.build import load_data
-from spechead.training.engine import Ranks
+from spechead.training.distributed import Ranks
 from spechead.training.recipe import DataConfig
 from spechead.training.train import train
 from tests.helpers.heads import OPTIONS, fit, make_head, sample, step

@@ -15,14 +15,14 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from spechead.training.engine import checkpoints
+from spechead.training.checkpoints import list_checkpoints
 from spechead.training.recipe import Recipe, load_recipe
 from tests.helpers.targets import make_target
 
 ROOT = Path(__file__).parents[2]
 # Set by training in this process
 RENDEZVOUS = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-SMALL = {
+SMALL: dict[str, dict[str, Any]] = {
     "eagle": {"draft_vocab_size": 64, "steps": 2},
     "eagle3": {"draft_vocab_size": 64, "steps": 2},
     "hydra": {"draft_vocab_size": 64, "n_heads": 2, "prefix": True, "dropout": 0.1},
@@ -49,9 +49,9 @@ def write_tiny(root: Path) -> Path:
     return root
 
 
-def flags(folder: Path, out: Path, kind: str = "eagle3", **changes: Any) -> list[str]:
+def flags(folder: Path, out: Path, kind: str = "eagle3", /, **changes: Any) -> list[str]:
     """Eight steps on what `write_tiny` wrote, with checkpoints after the third, the sixth and the last."""
-    options = {
+    options: dict[str, Any] = {
         "target.name": folder / "target",
         "data.train": folder / "data.jsonl",
         "data.validation_share": 0.2,
@@ -70,7 +70,7 @@ def flags(folder: Path, out: Path, kind: str = "eagle3", **changes: Any) -> list
     return [word for name, value in options.items() for word in (f"--{name}", str(value))]
 
 
-def recipe(folder: Path, out: Path, kind: str = "eagle3", **changes: Any) -> Recipe:
+def recipe(folder: Path, out: Path, kind: str = "eagle3", /, **changes: Any) -> Recipe:
     return load_recipe("", flags(folder, out, kind, **changes))
 
 
@@ -96,11 +96,11 @@ def kill_after_a_checkpoint(words: list[str], out: Path) -> None:
     """Train elsewhere, and kill the process once `out` holds a checkpoint."""
     process = launch(words)
     deadline = time.monotonic() + 120
-    while not checkpoints(out / "checkpoints") and time.monotonic() < deadline and process.poll() is None:
+    while not list_checkpoints(out / "checkpoints") and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     output, _ = process.communicate()
-    assert checkpoints(out / "checkpoints"), output
+    assert list_checkpoints(out / "checkpoints"), output
 
 
 def _port() -> str:
@@ -110,7 +110,7 @@ def _port() -> str:
 
 
 def files(head: Path) -> dict[str, bytes]:
-    """What the files of a head hold, by name."""
+    """The bytes of a head's files, by name."""
     return {path.name: path.read_bytes() for path in head.iterdir()}
 
 

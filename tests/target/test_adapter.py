@@ -29,7 +29,7 @@ from spechead.target.model import Target
 from spechead.training.extract_head import ExtractOptions, extract_head
 from spechead.training.feature_cache import FeatureCache
 from spechead.training.log import read_log
-from spechead.training.module import JointModule, head_weight
+from spechead.training.joint import JointModule, head_weight
 from spechead.training.recipe import AdapterConfig
 from spechead.training.train import train
 from tests.helpers.training import flags, kill_after_a_checkpoint, launch, recipe, weights, write_tiny
@@ -265,12 +265,12 @@ def test_the_distillation_pulls_at_nothing_while_the_adapter_says_nothing(folder
     batch = collate(build_samples(conversations, target.tokenizer, 64, {}).items[:2], 64)
     pull, told = {}, {}
     for loss in ("distill", "text"):
-        module = JointModule(head, FeatureCache(0), adapter, AdapterConfig(loss=loss))
+        module = JointModule(head, FeatureCache(0), adapter, AdapterConfig(loss=loss, start_share=0), total=2)
         found = torch.autograd.grad(
             module.target_loss(batch, module.target_output(batch, gradient=True)), adapter.parameters
         )
         pull[loss] = max(float(gradient.abs().max()) for gradient in found)
-        told[loss] = module(batch, 0.5)[2]
+        told[loss] = list(module(batch, step=2).parts.values())
     assert pull["distill"] < 1e-4 < 1 < pull["text"]
     assert told["distill"][0] == told["text"][0]
     ids, predicts = ahead(batch, 1)

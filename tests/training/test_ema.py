@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from spechead.training.checkpoints import list_checkpoints, read_weights
+from spechead.training.distributed import start
 from spechead.training.ema import AVERAGE, COUNT, averages, keep_average
-from spechead.training.engine import checkpoints, saved_masters, start
 from spechead.training.feature_cache import FeatureCache
 from spechead.training.log import read_log
 from spechead.training.train import set_up, train, validate
@@ -113,16 +114,16 @@ def test_the_head_is_the_average_of_the_masters(zero: int, precision: str, folde
     changes |= {"log.checkpoint_every": 1, "log.keep": 3}
     train(recipe(folder, tmp_path / "plain", **changes))
     train(recipe(folder, tmp_path / "averaged", **changes | {"optim.ema": 0.5}))
-    first, second, third = map(saved_masters, checkpoints(tmp_path / "plain" / "checkpoints"))
+    first, second, third = map(read_weights, list_checkpoints(tmp_path / "plain" / "checkpoints"))
     for name, average in weights(tmp_path / "averaged").items():
         if average.is_floating_point():
             steps = [master[f"head.{name}"].double() for master in (first, second, third)]
             expected = (0.25 * steps[0] + 0.5 * steps[1] + steps[2]) / 1.75
             assert torch.allclose(average.double(), expected, atol=1e-7), name
             assert not torch.equal(average, third[f"head.{name}"]), name
-    last = checkpoints(tmp_path / "averaged" / "checkpoints")[-1]
+    last = list_checkpoints(tmp_path / "averaged" / "checkpoints")[-1]
     for name, tensor in weights(tmp_path / "averaged").items():
-        assert torch.equal(tensor, saved_masters(last)[f"head.{name}"]), name
+        assert torch.equal(tensor, read_weights(last)[f"head.{name}"]), name
 
 
 def test_validation_judges_the_average_and_leaves_the_training_alone(folder: Path, tmp_path: Path) -> None:
@@ -133,5 +134,5 @@ def test_validation_judges_the_average_and_leaves_the_training_alone(folder: Pat
     assert [row["loss"] for row in plain] == [row["loss"] for row in averaged]
     assert plain[7]["validation/loss"] != averaged[7]["validation/loss"]
     run = set_up(recipe(folder, tmp_path / "fresh", **changes), start(torch.device("cpu")), FeatureCache(0))
-    run.head.load_state_dict(weights(tmp_path / "averaged"))
+    run.module.head.load_state_dict(weights(tmp_path / "averaged"))
     assert validate(run, 8)["loss"] == averaged[7]["validation/loss"]

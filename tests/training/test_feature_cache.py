@@ -1,4 +1,4 @@
-"""The memory of target outputs: the same numbers, fewer forwards, a limit."""
+"""The cache of target outputs: what it keeps, and its limit."""
 
 from __future__ import annotations
 
@@ -12,29 +12,18 @@ def output(rows: int) -> TargetOutput:
     return TargetOutput(torch.zeros(1, rows, 64), torch.zeros(1, rows, 192))  # 1 KiB a row
 
 
-def test_known_outputs_are_not_computed_again() -> None:
-    memory, made = FeatureCache(1.0), []
-
-    def compute() -> TargetOutput:
-        made.append(output(4))
-        return made[-1]
-
-    first = memory.recall((3,), compute)
-    assert memory.recall((3,), compute) is first and len(made) == 1
-    assert memory.recall((4,), compute) is not first and len(made) == 2
+def test_an_output_is_found_by_the_rows_of_its_batch() -> None:
+    cache, out = FeatureCache(1.0), output(4)
+    assert cache.get([3]) is None
+    cache.add([3], out)
+    assert cache.get([3]) is out and cache.get([4]) is None and cache.get([3, 4]) is None
 
 
-def test_what_does_not_fit_is_computed_again() -> None:
-    memory, made = FeatureCache(10 / 2**20), []  # 10 KiB
-
-    def compute() -> TargetOutput:
-        made.append(1)
-        return output(4)
-
-    for _ in range(2):
-        for key in range(4):
-            memory.recall((key,), compute)
-    assert len(made) == 4 + 2  # two of four fit
-
+def test_what_does_not_fit_is_not_kept() -> None:
+    cache = FeatureCache(10 / 2**20)  # 10 KiB
+    for row in range(4):
+        cache.add([row], output(4))
+    assert [cache.get([row]) is not None for row in range(4)] == [True, True, False, False]
     off = FeatureCache(0.0)
-    assert off.recall((0,), compute) is not off.recall((0,), compute)
+    off.add([0], output(1))
+    assert off.get([0]) is None

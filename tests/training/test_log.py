@@ -60,7 +60,7 @@ def test_without_resume_the_log_starts_anew(tmp_path: Path) -> None:
 
 
 def test_a_broken_line_or_a_missing_log_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no training log"):
+    with pytest.raises(UserError, match="cannot read the training log"):
         read_log(tmp_path)
     (tmp_path / "log.jsonl").write_text('{"step": 1}\nnonsense\n')
     with pytest.raises(UserError, match="line 2"):
@@ -146,7 +146,7 @@ def test_disabled_wandb_is_never_imported(tmp_path: Path, monkeypatch: pytest.Mo
     run.close()
     with pytest.raises(UserError, match="needs the package wandb"):
         RunLog(tmp_path, "online")
-    with pytest.raises(UserError, match="unknown"):
+    with pytest.raises(UserError, match="option log.wandb: 'on' is unknown"):
         RunLog(tmp_path, "on")
 
 

@@ -1,8 +1,10 @@
-"""Which validation was best, and when a run stops: sequences made by hand, and runs whose validations find them."""
+"""Checkpoints: the best validation and when a run stops, resuming around a kill, writes that fail."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -10,15 +12,14 @@ import pytest
 import torch
 
 from spechead.errors import UserError
-from spechead.training.engine import checkpoints, saved_masters, step_of
+from spechead.training.checkpoints import TrainState, list_checkpoints, read_weights, step_of
 from spechead.training.log import read_log
-from spechead.training.running_metrics import Window
-from spechead.training.state import TrainState
+from spechead.training.running_metrics import RunningMetrics
 from spechead.training.train import Run, train, train_step
 from tests.helpers.training import files, recipe, weights, write_tiny
 
 
-def standing(*lengths: float) -> TrainState:
+def state_after(*lengths: float) -> TrainState:
     """Validations after steps 10, 20, ..."""
     return TrainState(validations=[(10 * (i + 1), length) for i, length in enumerate(lengths)])
 
@@ -28,7 +29,7 @@ def standing(*lengths: float) -> TrainState:
     [((), 0), ((1.5,), 10), ((1.5, 1.7, 1.6), 20), ((1.5, 1.7, 1.7), 20), ((1.0, 1.0, 1.0), 10)],
 )
 def test_the_best_is_the_first_of_the_greatest(lengths: tuple[float, ...], best: int) -> None:
-    assert standing(*lengths).best == best
+    assert state_after(*lengths).best == best
 
 
 @pytest.mark.parametrize(
@@ -44,8 +45,8 @@ def test_the_best_is_the_first_of_the_greatest(lengths: tuple[float, ...], best:
 def test_patience_ends_with_validations_without_improvement(
     lengths: tuple[float, ...], patience: int, stops_after: int | None
 ) -> None:
-    over = (n for n in range(len(lengths) + 1) if standing(*lengths[:n]).over(patience))
-    assert next(over, None) == stops_after
+    stops = (n for n in range(len(lengths) + 1) if state_after(*lengths[:n]).should_stop(patience))
+    assert next(stops, None) == stops_after
 
 
 VALIDATED = {1: 1.5, 2: 2.0, 3: 1.9, 4: 1.8, 5: 2.0, 6: 2.1}  # acceptance length by step
@@ -63,9 +64,9 @@ def validated(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     found = dict(VALIDATED)
     steps: list[int] = []
 
-    def step(run: Run, now: TrainState, window: Window) -> None:
-        steps.append(now.step + 1)
-        train_step(run, now, window)
+    def step(run: Run, state: TrainState, metrics: RunningMetrics) -> None:
+        steps.append(state.step + 1)
+        train_step(run, state, metrics)
 
     monkeypatch.setattr("spechead.training.train.train_step", step)
     monkeypatch.setattr("spechead.training.train.validate", lambda run, step: {"acceptance_length": found[steps[-1]]})
@@ -84,8 +85,8 @@ def test_a_run_stops_and_its_head_is_the_best(
     assert [row["step"] for row in read_log(out)] == list(range(1, last + 1))
     assert json.loads((out / "head" / "config.json").read_text())["meta"]["steps"] == head
     assert json.loads((out / "run.json").read_text())["steps"] == {"trained": last, "head": head}
-    assert {step_of(path) for path in checkpoints(out / "checkpoints")} == {last, 6 if last == 6 else 2}
-    at_head = saved_masters(out / "checkpoints" / f"step-{head:08d}")
+    assert {step_of(path) for path in list_checkpoints(out / "checkpoints")} == {last, 6 if last == 6 else 2}
+    at_head = read_weights(out / "checkpoints" / f"step-{head:08d}")
     for name, tensor in weights(out).items():
         assert torch.equal(tensor, at_head[f"head.{name}"]), name
 
@@ -120,3 +121,37 @@ def test_a_run_killed_at_its_very_end_needs_its_best_checkpoint(
     shutil.rmtree(out / "checkpoints" / "step-00000002")
     with pytest.raises(UserError, match=r"no checkpoint .*step-00000002"):
         train(recipe(folder, out, **changes))
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[str] = []
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        flushed.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    train(recipe(folder, tmp_path / "run", **{"optim.steps": 1, "engine.zero_stage": 1}))
+    written = [path.name for path in (tmp_path / "run" / "checkpoints" / "step-00000001").iterdir()]
+    assert len(written) == 3 and "head.safetensors" in written
+    parts = [name.rpartition("/") for name in flushed]
+    assert {name for folder, _, name in parts if "/.step-00000001." in folder} == set(written)
+    assert any(name.startswith(".model.safetensors") for _, __, name in parts)
+
+
+def test_a_full_disk_is_one_line_and_leaves_no_half_checkpoint(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import deepspeed
+
+    def full(_: object, save_dir: str, tag: str, **__: object) -> None:
+        (Path(save_dir) / tag).mkdir()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(deepspeed.DeepSpeedEngine, "save_checkpoint", full)
+    with pytest.raises(UserError, match=r"cannot write the checkpoint .*step-00000003: no space left"):
+        train(recipe(folder, tmp_path / "run"))
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
