@@ -31,7 +31,7 @@ from spechead.files import make_folder, write_text
 from spechead.formats.check import drafted
 from spechead.formats.export import ExportOptions, export
 from spechead.heads import Head
-from spechead.heads.files import head_target, load_head
+from spechead.heads.files import load_head, read_info
 from spechead.options import parse
 from spechead.target import bundled
 from spechead.target.model import Target
@@ -64,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     options = parse(CheckOptions, argv, "speculators_check.py")
     work, folder = Path(options.work), Path(options.head)
     make_folder(work)
-    name = head_target(folder)
+    name = read_info(folder).target
     known_as = Path(name).name if Path(name).is_dir() else ""
     exporting = ExportOptions(head=options.head, to="speculators", out=str(work / "export"), dtype="float32")
     export(replace(exporting, target_id=known_as))

@@ -34,7 +34,7 @@ from spechead.formats.options import ServerTargetOptions
 from spechead.formats.reference_forward import log_probabilities
 from spechead.formats.registry import WRONG_KIND, Format, detect, format_of, read_head, wrong_kind
 from spechead.heads import Head
-from spechead.heads.files import head_adapter, head_target, load_head
+from spechead.heads.files import load_head, read_info
 from spechead.target.loading import DTYPES
 from spechead.target.model import Target
 
@@ -77,9 +77,9 @@ class Line:
 def check(options: CheckOptions) -> None:
     """Print a line for each thing looked at; UserError where one is wrong."""
     folder = Path(options.folder)
-    name = options.target or head_target(Path(options.head))
+    name = options.target or read_info(Path(options.head)).target
     if options.head and not (options.target and options.force):
-        refuse_adapter(head_adapter(Path(options.head)), "a server")
+        refuse_adapter(read_info(Path(options.head)).adapter, "a server")
     target = options.load_target(name)
     head = None
     if options.head:

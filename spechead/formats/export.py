@@ -21,12 +21,12 @@ from spechead.files import read_json, write_json
 from spechead.formats.capabilities import ExportInfo
 from spechead.formats.card import write_card
 from spechead.formats.check import check_folder
-from spechead.formats.files import CARD, CONFIG, RECORD, new_folder
+from spechead.formats.files import CARD, RECORD, new_folder
 from spechead.formats.manifest import make_manifest
 from spechead.formats.options import ServerTargetOptions
 from spechead.formats.registry import format_of
 from spechead.heads import Head
-from spechead.heads.files import head_adapter, head_target, load_head
+from spechead.heads.files import load_head, read_info
 from spechead.target import bundled
 from spechead.target.loading import DTYPES
 from spechead.target.model import Target
@@ -67,12 +67,12 @@ def export(options: ExportOptions) -> Path:
     if options.merged_target:
         write_merged_target(options)
         options = replace(options, target=options.merged_target, force=True)
-    name = options.target or head_target(folder)
-    target = options.load_target(name, "" if options.target else head_adapter(folder))  # an adapter is refused
+    info = read_info(folder)
+    name = options.target or info.target
+    target = options.load_target(name, "" if options.target else info.adapter)  # an adapter is refused
     head = load_head(folder, target, force=options.force, dtype=torch.float32)
     about = ExportInfo(_target_id(options, name), _dtype(options, target), _gguf(options, name))
-    meta = dict(read_json(folder / CONFIG).get("meta", {}))
-    write_export(head, options.to, out, about, meta, _report(options), options.license)
+    write_export(head, options.to, out, about, info.meta, _report(options), options.license)
     here = name != bundled.NAME and Path(name).is_dir() and not options.target_id
     served = replace(about, target_id=name) if here else about  # whose files and card name no folder
     command = format_of(options.to).serve(head, str(out), served)
@@ -87,7 +87,8 @@ def write_merged_target(options: ExportOptions) -> None:
     Raises UserError where there is no adapter, or the head does not fit, or the format cannot carry it.
     """
     folder = Path(options.head)
-    name, adapter = options.target or head_target(folder), head_adapter(folder)
+    info = read_info(folder)
+    name, adapter = options.target or info.target, info.adapter
     if not adapter:
         raise UserError(f"option merged-target: the target of {folder} carries no adapter; leave the option out")
     target = options.load_target(name, adapter)

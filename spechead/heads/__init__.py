@@ -1,4 +1,4 @@
-"""The trained heads. HEADS is the one registration: a new head is one file and one line here."""
+"""The trained heads. A new head is one file in this folder and one line in HEADS."""
 
 from spechead.heads.base import Head
 from spechead.heads.eagle import Eagle

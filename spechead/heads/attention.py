@@ -1,6 +1,6 @@
-"""Who attends to whom: in unrolled training, and in drafting.
+"""The attention patterns of autoregressive heads: in unrolled training, and in drafting.
 
-Legend: B batch, T rows, S keys, N heads, G key/value heads, C head size, n new rows.
+Legend: B batch, T rows, S keys, N heads, C head size, t rows of a chunk, n new rows.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch.utils.checkpoint import checkpoint
 from spechead.target.attention import grouped_attention
 from spechead.target.cache import KVBuffer
 
-_WEIGHTS_AT_ONCE = 1 << 24  # attention weights of a layer and step, over all heads: 64 MB in float32
+_WEIGHTS_AT_ONCE = 1 << 24  # attention weights of a layer and step over all heads, 64 MB in float32
 
 
 class UnrolledAttention:
     """The attention pattern of training; one object for each decoder layer.
 
-    Step 0 is causal; in step s row t sees the true rows up to t, then its own drafts.
+    Step 0 is causal; in step s, row t sees the true rows up to t, then its own drafts.
 
         keys       step 0: rows 0..t       steps 1..s: row t only       (s = 2, row 2)
                    k0 k1 k2 .  .  .        k2'  k2''
 
-    These are the keys of a real draft of depth s + 1 started behind row t: committed rows from true features, then the
-    chain of its own guesses. Queries and keys of step s are rotated by position + s.
+    These are the keys of a real draft of depth s + 1 that starts at row t: committed rows from true features, then the
+    chain of its own drafts. Queries and keys of step s are rotated by position + s.
 
-    Steps behind the first weigh keys one by one, since no kernel gives each row keys of its own. Where a layer's
-    weights are many, they are made for a few rows at a time and once more in backward, so that memory grows with T and
+    Later steps compute attention without a fused kernel, since none gives each row keys of its own. If a layer has many
+    weights, they are computed for a chunk of rows at a time and recomputed in backward, so that memory grows with T and
     not with its square.
     """
 
@@ -43,10 +43,10 @@ class UnrolledAttention:
         self._values: list[Tensor] = []
 
     def fork(self) -> UnrolledAttention:
-        """The same steps so far, and those to come apart."""
-        other = copy(self)
-        other._keys, other._values = self._keys.copy(), self._values.copy()
-        return other
+        """A copy with the same steps so far, which later steps do not share."""
+        fork = copy(self)
+        fork._keys, fork._values = self._keys.copy(), self._values.copy()
+        return fork
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         groups = query.shape[1] // key.shape[1]
@@ -57,18 +57,18 @@ class UnrolledAttention:
         batch, heads, width = query.shape[:3]
         rows = max(1, _WEIGHTS_AT_ONCE // (batch * heads * width))
         if rows >= width:
-            return self._weigh(query, 0)
+            return self._attend(query, 0)
         parts = query.split(rows, 2)
-        twice = partial(checkpoint, self._weigh, use_reentrant=False, preserve_rng_state=False)
-        return torch.cat([twice(part, i * rows, len(self._keys)) for i, part in enumerate(parts)], 2)
+        recomputed = partial(checkpoint, self._attend, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat([recomputed(part, i * rows, len(self._keys)) for i, part in enumerate(parts)], 2)
 
-    def _weigh(self, query: Tensor, first: int, steps: int | None = None) -> Tensor:
-        """What the rows from `first` on see in this step: query [B, N, t, C] -> [B, N, t, C].
+    def _attend(self, query: Tensor, first: int, steps: int | None = None) -> Tensor:
+        """Attention of a chunk of rows that begins with row `first`: query [B, N, t, C] -> [B, N, t, C].
 
-        `steps`: how many steps that is; more may have been stored by the time that backward asks again.
+        `steps`: the number of steps to attend to, since more may be stored when backward calls this again.
         """
         rows = slice(first, first + query.shape[2])
-        seen = slice(0, rows.stop)  # true rows behind are hidden from all of them
+        seen = slice(0, rows.stop)  # later true rows are hidden from all rows of the chunk
         scale = query.shape[-1] ** -0.5
         true = query @ self._keys[0][:, :, seen].transpose(2, 3) * scale  # [B, N, t, S]
         true = true.masked_fill(self._blocked[:, :, rows, seen], float("-inf"))
@@ -82,9 +82,9 @@ class UnrolledAttention:
 
 
 class CachedAttention:
-    """The attention pattern of drafting: new rows behind those in `rows`, of which they see what `visible` allows.
+    """The attention pattern of drafting: new rows are appended to the cache `rows` and see what `visible` allows.
 
-    `visible` bool [n, S+n]; None where `rows` is empty: the new rows are causal.
+    `visible`: bool [n, S+n]; None if the cache is empty and the new rows are causal.
     """
 
     def __init__(self, rows: KVBuffer, visible: Tensor | None) -> None:
@@ -98,8 +98,8 @@ class CachedAttention:
 
 
 def causal_after(past: int, new: int, device: torch.device) -> Tensor | None:
-    """What `new` rows of a text see behind `past` others, bool [n, S+n].
+    """The causal mask of `new` rows after `past` others, bool [n, S+n].
 
-    None, causal without a mask, where there are no others: a prompt's rows need none of their number squared.
+    None, for causal attention without a mask, if there are no others: a prompt's mask would be large.
     """
     return torch.ones(new, past + new, dtype=torch.bool, device=device).tril(past) if past else None

@@ -1,13 +1,13 @@
 """EAGLE (arXiv 2401.15077): a decoder layer that predicts the target's next feature, read by the target's output layer.
 
-The feature is the target's last hidden state, as its output layer reads it. Row t reads feature t beside the embedding
-of token t+1 and predicts feature t+1, hence token t+2. Embedding and output layer are the target's, frozen, and not in
-the head's file. EAGLE-2 (arXiv 2406.16858) is the same weights with the dynamic tree, the default here. HASS (arXiv
-2408.15766) is a matter of options: `steps` of its own drafting unrolled in training, and `topk_weight`.
+The feature is the target's last hidden state, the input of its output layer. Row t reads feature t along with the
+embedding of token t+1 and predicts feature t+1, hence token t+2. Embedding and output layer are the target's, frozen,
+and not in the head's file. EAGLE-2 (arXiv 2406.16858) is the same head with a dynamic tree, the default here. HASS
+(arXiv 2408.15766) is a set of options: `steps` of unrolled drafting in training, and `topk_weight`.
 
 The layer is llama's: rotary positions, scaled as the target's are; RMS norms, but none before the first layer's
-attention; gated MLP; head size and number of key/value heads at will; biases on queries, keys and values where the
-target has them. Tensor names are those that vLLM and the EAGLE project load.
+attention; gated MLP; any head size and number of key/value heads; biases on queries, keys and values if the target has
+them. Tensor names are those that vLLM and the EAGLE project load.
 
 Legend: B batch, T rows, H hidden size, D draft vocabulary, n positions.
 """
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from spechead.data.dataset import Batch
 from spechead.decoding.tree import Dynamic
 from spechead.errors import UserError
-from spechead.heads.base import StepLoss, ahead, noise_of
+from spechead.heads.base import Role, StepLoss, ahead, noise_generator
 from spechead.heads.decoder_shape import DecoderShape
 from spechead.heads.draft_loss import DraftLoss, TeacherRows
 from spechead.heads.layers import Attend
@@ -33,44 +33,45 @@ from spechead.heads.unrolled import UnrolledHead
 from spechead.options import Range
 from spechead.target.model import Target, TargetOutput
 
-_EMBEDDINGS = 4096  # tokens whose embeddings tell how large all are
+_SAMPLED_EMBEDDINGS = 4096  # tokens, to estimate the size of all embeddings
 
 
 @dataclass
 class EagleConfig(DecoderShape):
     """Shape and loss of the head."""
 
-    n_layers: Annotated[int, Range(1)] = 1
-    """Decoder layers, one above the other; servers expect one."""
-    fc_bias: bool = False
-    """A bias behind the fusion of embedding and feature; the EAGLE project has one, vLLM takes none."""
-    attention_bias: bool | None = None
-    """Biases on queries, keys and values; unset: where the target has them."""
-    draft_vocab_size: Annotated[int, Range(0)] = 0
-    """Rows of the target's output layer that are read (the most frequent supervised tokens; FR-Spec, arXiv 2502.14856);
+    n_layers: Annotated[int, Range(1), Role.COUNT] = 1
+    """Decoder layers; servers expect one."""
+    fc_bias: Annotated[bool, Role.TENSORS] = False
+    """A bias in the fusion of embedding and feature; the EAGLE project has one, vLLM supports none."""
+    attention_bias: Annotated[bool | None, Role.TENSORS] = None
+    """Biases on queries, keys and values; unset: as in the target."""
+    draft_vocab_size: Annotated[int, Range(0), Role.SIZE] = 0
+    """Rows of the target's output layer that are used (the most frequent supervised tokens; FR-Spec, arXiv 2502.14856);
     0 is its whole vocabulary."""
-    feature_weight: Annotated[float, Range(0)] = 1.0
-    """Of the regression of features (smooth L1)."""
-    logit_weight: Annotated[float, Range(0)] = 0.1
-    """Of the cross-entropy against the target's distribution."""
-    topk_weight: Annotated[float, Range(0)] = 0.0
-    """Of the cross-entropy over the target's likeliest tokens alone; HASS: 1."""
-    topk: Annotated[int, Range(1)] = 10
-    """How many tokens that are."""
-    noise: Annotated[float, Range(0)] = 0.1
-    """In training, features are off by up to this much, uniformly: the head must bear its own errors."""
-    steps: Annotated[int, Range(1)] = 1
+    feature_weight: Annotated[float, Range(0), Role.TRAINING] = 1.0
+    """Weight of the feature regression (smooth L1)."""
+    logit_weight: Annotated[float, Range(0), Role.TRAINING] = 0.1
+    """Weight of the cross-entropy against the target's distribution."""
+    topk_weight: Annotated[float, Range(0), Role.TRAINING] = 0.0
+    """Weight of the cross-entropy over the target's `topk` likeliest tokens alone; HASS: 1."""
+    topk: Annotated[int, Range(1), Role.TRAINING] = 10
+    """The number of these tokens."""
+    noise: Annotated[float, Range(0), Role.TRAINING] = 0.1
+    """Uniform noise of up to this much on the features in training, so that the head tolerates its own errors."""
+    steps: Annotated[int, Range(1), Role.TRAINING] = 1
     """Unrolled drafting steps in training; HASS: 3."""
-    step_decay: Annotated[float, Range(0)] = 1.0
-    """Step s's loss weighs decay^s."""
-    detach_steps: bool = False
-    """Keep the gradient of a step from the steps before it, as HASS's code does."""
+    step_decay: Annotated[float, Range(0), Role.TRAINING] = 1.0
+    """The weight of step s's loss is step_decay^s."""
+    detach_steps: Annotated[bool, Role.TRAINING] = False
+    """Stop the gradient of a step at the step before it, as HASS's code does."""
 
 
 class Eagle(UnrolledHead):
-    """The head: fusion and decoder layer(s), between the target's own embedding and output layer."""
+    """Fusion and decoder layer(s) between the target's own embedding and output layer."""
 
     kind = "eagle"
+    title = "EAGLE"
     Config = EagleConfig
     taps: Sequence[int] = ()
 
@@ -88,13 +89,13 @@ class Eagle(UnrolledHead):
 
     @torch.no_grad()
     def init_from_target(self) -> None:
-        """The fusion starts with equal shares of embedding and feature, of which many targets have one far smaller.
+        """Scale the fusion so that embedding and feature contribute equally; in many targets one is far smaller.
 
-        The target's last layer is no start: it reads normed states and adds to un-normed ones, the head does neither.
+        The target's last layer is not copied: it reads normed states and adds to unnormed ones, the head does neither.
         On SmolLM2 a copy began at forty times the loss of random weights and had not caught up after 160 steps.
         """
         target, size = self.target, self.config.hidden_size
-        ids = torch.arange(min(target.vocab_size, _EMBEDDINGS), device=target.device)
+        ids = torch.arange(min(target.vocab_size, _SAMPLED_EMBEDDINGS), device=target.device)
         norm = target.norm_weight(target.final_norm)
         feature = 1.0 if norm is None else _rms(norm)
         self.fc.weight[:, :size] *= feature / max(_rms(target.embed(ids)), 1e-6)
@@ -103,47 +104,44 @@ class Eagle(UnrolledHead):
         return out.hidden.to(self.dtype)
 
     def advance(self, hidden: Tensor, tokens: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
-        embedded = self.target.embed(tokens).to(hidden.dtype)  # [B, T, H]
-        hidden = self.fc(torch.cat([embedded, hidden], -1))
+        embeddings = self.target.embed(tokens).to(hidden.dtype)  # [B, T, H]
+        hidden = self.fc(torch.cat([embeddings, hidden], -1))
         for layer, attend in zip(self.layers, attends, strict=True):
             hidden = layer(hidden, positions, attend)
         return hidden
 
     def training_step(self, batch: Batch, out: TargetOutput) -> StepLoss:
-        """At step s row t predicts feature t+1+s and with it token t+2+s, from its own feature of the step before.
+        """At step s row t predicts feature t+1+s and so token t+2+s, from its own feature of the previous step.
 
-        Features are learned at every supervised row, distributions where the token is in the draft vocabulary.
+        Features are learned at all supervised rows, distributions at those whose token is in the draft vocabulary.
         """
         c = self.config
-        judge = DraftLoss(self, batch, out, Loss(self._distillation))
+        draft_loss = DraftLoss(self, batch, out, Loss(self._distillation))
         predicts = ahead(batch, 1)[1]  # [B, T]
         features = TeacherRows(predicts, out.hidden[predicts].detach())  # of [n, H]
         loss = out.hidden.new_zeros((), dtype=torch.float32)
         unrolled = self.unroll(batch, self._noisy(self.start(out), batch), self.scored_depth, c.detach_steps)
         for step, hidden in enumerate(unrolled):  # [B, T, H]
-            distilled = judge.loss(step, hidden[judge.rows[step]], self.target_logits)
-            if step >= c.steps:  # judged, and not trained
+            distilled = draft_loss.loss(step, hidden[draft_loss.rows[step]], self.target_logits)
+            if step >= c.steps:  # counted in the hits, not in the loss
                 continue
             supervised = ahead(batch, 2 + step)[1]  # [B, T]
-            regression = feature_regression(hidden[supervised], features.behind(supervised, 1 + step))
+            regression = feature_regression(hidden[supervised], features.ahead(supervised, 1 + step))
             loss = loss + c.step_decay**step * (c.feature_weight * regression + distilled)
-        return StepLoss(loss, judge.hits)
+        return StepLoss(loss, draft_loss.hits)
 
     def _distillation(self, logits: Tensor, _: Tensor, teacher: Tensor) -> Tensor:
-        """What the logits [n, D] of a step are trained on; those of the target are `teacher` [n, D]."""
+        """The loss of a step's logits [n, D] against the target's, `teacher` [n, D]."""
         c = self.config
         loss = c.logit_weight * soft_cross_entropy(logits, teacher)
         return loss + c.topk_weight * topk_distillation(logits, teacher, c.topk) if c.topk_weight else loss
 
     def _noisy(self, hidden: Tensor, batch: Batch) -> Tensor:
-        """In training, features that are off by up to `noise`.
-
-        A run on more processes, or with other micro batches, draws other noise.
-        """
+        """Features with uniform noise in training. It depends on the number of processes and on the micro batches."""
         noise = self.config.noise
         if not self.training or not noise:
             return hidden
-        generator = noise_of(batch, hidden.device)
+        generator = noise_generator(batch, hidden.device)
         shift = torch.rand(hidden.shape, generator=generator, device=hidden.device)  # [B, T, H]
         return hidden + ((2 * shift - 1) * noise).to(hidden.dtype)
 
@@ -156,10 +154,10 @@ def _rms(x: Tensor) -> float:
 
 
 def _resolve(c: EagleConfig, target: Target) -> None:
-    """Fill in what the target decides, and refuse what cannot be built."""
+    """Fill in the values that the target decides. Raises UserError for a head that cannot be trained or built."""
     if not (c.feature_weight or c.logit_weight or c.topk_weight):
         raise UserError(
-            "head.options: feature_weight, logit_weight and topk_weight are all 0; set one of them above it"
+            "option head.options.feature_weight: logit_weight and topk_weight are 0 as well; set one of them above 0"
         )
     c.fill(target)
     if c.attention_bias is None:

@@ -1,9 +1,9 @@
 """EAGLE-3 (arXiv 2503.01840): a decoder layer drafts autoregressively from fused features of several target layers.
 
-Row t holds the fused feature of token t beside the embedding of token t+1 and predicts token t+2. Trained by unrolling
-its own drafting ("training-time test"), so that training and drafting see the same inputs. The norms of EAGLE-3.1 are
-options. Tensor names are those that vLLM loads; further layers are ordinary decoder layers, `layers.1` and so on, as
-vLLM reads them (SGLang names their first norm otherwise).
+Row t reads the fused feature of token t along with the embedding of token t+1 and predicts token t+2. Training unrolls
+the head's own drafting ("training-time test"), so that training and drafting see the same inputs. The norms of
+EAGLE-3.1 are options. Tensor names are those that vLLM loads; additional layers are pre-norm decoder layers named
+`layers.1` and so on.
 
 Legend: B batch, T rows, K tapped layers, H hidden size, D draft vocabulary, n positions.
 """
@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from spechead.data.dataset import Batch
 from spechead.errors import UserError
-from spechead.heads.base import StepLoss
-from spechead.heads.decoder_shape import DecoderShape, start_near_identity, take_over
+from spechead.heads.base import Role, StepLoss
+from spechead.heads.decoder_shape import DecoderShape, copy_if_same_shape, start_near_identity
 from spechead.heads.draft_loss import DraftLoss
 from spechead.heads.layers import Attend, GatedMLP, RMSNorm
 from spechead.heads.losses import loss_named
@@ -31,33 +31,33 @@ from spechead.target.model import Target, TargetOutput
 
 @dataclass
 class Eagle3Config(DecoderShape):
-    """Shape and loss of the head; what is 0 or empty is taken from the target when the head is made."""
+    """Shape and loss of the head; values that are 0 or empty are taken from the target when the head is built."""
 
-    layers: list[int] = field(default_factory=list)
+    layers: Annotated[list[int], Role.MEANING] = field(default_factory=list)
     """Tapped layers, as indices into hidden_states; empty: low, middle and high = 2, L//2, L-3, or the inputs of the
-    last three layers where there are fewer than seven."""
-    steps: Annotated[int, Range(1)] = 3
+    last three layers of a target with fewer than seven."""
+    steps: Annotated[int, Range(1), Role.TRAINING] = 3
     """Unrolled drafting steps in training."""
-    step_decay: Annotated[float, Range(0)] = 1.0
-    """Step s's loss weighs decay^s."""
-    step_weights: Annotated[list[float], Range(0)] = field(default_factory=list)
+    step_decay: Annotated[float, Range(0), Role.TRAINING] = 1.0
+    """The weight of step s's loss is step_decay^s."""
+    step_weights: Annotated[list[float], Range(0), Role.TRAINING] = field(default_factory=list)
     """One weight for each step, in place of the decay."""
-    n_layers: Annotated[int, Range(1)] = 1
-    """Decoder layers, one above the other; the first alone reads the embedding."""
-    draft_vocab_size: Annotated[int, Range(0)] = 8192
+    n_layers: Annotated[int, Range(1), Role.COUNT] = 1
+    """Decoder layers; only the first reads the embedding."""
+    draft_vocab_size: Annotated[int, Range(0), Role.SIZE] = 8192
     """Rows of the output layer (the most frequent supervised tokens); 0 is the target's whole vocabulary."""
-    loss: str = "soft_ce"
+    loss: Annotated[str, Role.TRAINING] = "soft_ce"
     """`soft_ce`: against the target's distribution over the draft vocabulary; `hard_ce`: against the text's token;
-    `kl`, `tv`; `lk_alpha`, `lk_lambda`: the rate of acceptance itself (arXiv 2602.23881). The last three read the
-    target's whole output layer."""
-    norm_before_residual: bool = False
-    """The hidden state is normed before the residual branches off, not for attention alone."""
-    norm_before_fc: bool = False
-    """A norm over the tapped features side by side, before their fusion."""
-    fc_norm: bool = False
+    `kl`, `tv`; `lk_alpha`, `lk_lambda`: the acceptance rate itself (arXiv 2602.23881). The last three read the target's
+    whole output layer."""
+    norm_before_residual: Annotated[bool, Role.MEANING] = False
+    """The residual branches off after the hidden state is normed, not before."""
+    norm_before_fc: Annotated[bool, Role.TENSORS] = False
+    """A norm over the concatenated tapped features, before their fusion."""
+    fc_norm: Annotated[bool, Role.TENSORS] = False
     """A norm over each of the tapped features, before their fusion (EAGLE-3.1)."""
-    norm_output: bool = False
-    """The next step reads the hidden state behind the final norm, not before it (EAGLE-3.1)."""
+    norm_output: Annotated[bool, Role.MEANING] = False
+    """The next step reads the hidden state after the final norm, not before it (EAGLE-3.1)."""
 
 
 class _Layer(nn.Module):
@@ -72,17 +72,18 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(c.hidden_size, c.rms_norm_eps)
         self.mlp = GatedMLP(c.hidden_size, c.intermediate_size)
 
-    def forward(self, embedded: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [B, T, H]
+    def forward(self, embeddings: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:  # [B, T, H]
         normed = self.hidden_norm(hidden)
-        x = torch.cat([self.input_layernorm(embedded), normed], -1)  # [B, T, 2H]
+        x = torch.cat([self.input_layernorm(embeddings), normed], -1)  # [B, T, 2H]
         hidden = (normed if self.norm_before_residual else hidden) + self.self_attn(x, positions, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
 class Eagle3(UnrolledHead):
-    """The head: fusion, decoder layer(s), output layer over the draft vocabulary."""
+    """Fusion, decoder layer(s), and an output layer over the draft vocabulary."""
 
     kind = "eagle3"
+    title = "EAGLE-3"
     Config = Eagle3Config
 
     def __init__(self, config: Eagle3Config, target: Target) -> None:
@@ -104,27 +105,27 @@ class Eagle3(UnrolledHead):
 
     @torch.no_grad()
     def init_from_target(self) -> None:
-        """Output rows, final norm and first decoder layer start as the target's last ones.
+        """Copy the target's output rows, final norm and last decoder layer.
 
-        The fusion passes the highest tap through, and so, nearly, do further layers.
+        The fusion starts close to the identity on the highest tap, additional layers close to the identity.
         """
         target, layer = self.target, self.midlayer
         self.lm_head.weight.copy_(target.output_rows(self.draft_ids())[0])
-        take_over(self.norm.weight, target.norm_weight(target.final_norm))
+        copy_if_same_shape(self.norm.weight, target.norm_weight(target.final_norm))
         self.fc.weight.normal_(std=0.01)
         self.fc.weight[:, -target.hidden_size :] += torch.eye(self.config.hidden_size, device=self.fc.weight.device)
         weights = dict(target.last_block.named_parameters())
         for name in ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"):
-            take_over(layer.get_parameter(f"{name}.weight"), weights.get(f"{name}.weight"))
+            copy_if_same_shape(layer.get_parameter(f"{name}.weight"), weights.get(f"{name}.weight"))
         for name in ("q_proj", "k_proj", "v_proj"):  # the hidden half of [embedding; hidden]
             projection = layer.self_attn.get_parameter(f"{name}.weight")
             projection.normal_(std=0.01)
-            take_over(projection[:, self.config.hidden_size :], weights.get(f"self_attn.{name}.weight"))
-        for ours, theirs in (("hidden_norm", "input_layernorm"), ("post_attention_layernorm",) * 2):
-            norm = getattr(target.last_block, theirs, None)
-            take_over(layer.get_parameter(f"{ours}.weight"), target.norm_weight(norm))
-        for further in self.layers.values():
-            start_near_identity(further, target)
+            copy_if_same_shape(projection[:, self.config.hidden_size :], weights.get(f"self_attn.{name}.weight"))
+        for name, source in (("hidden_norm", "input_layernorm"), ("post_attention_layernorm",) * 2):
+            norm = getattr(target.last_block, source, None)
+            copy_if_same_shape(layer.get_parameter(f"{name}.weight"), target.norm_weight(norm))
+        for additional in self.layers.values():
+            start_near_identity(additional, target)
 
     def start(self, out: TargetOutput) -> Tensor:
         features = out.features.to(self.dtype)  # [B, T, K*H]
@@ -142,19 +143,16 @@ class Eagle3(UnrolledHead):
         return self.norm(hidden) if self.config.norm_output else hidden
 
     def training_step(self, batch: Batch, out: TargetOutput) -> StepLoss:
-        """Unrolled drafting: at step s row t reads token t+1+s and predicts token t+2+s.
-
-        Its hidden state is the last step's.
-        """
+        """At step s row t reads token t+1+s and its own hidden state of the previous step, and predicts token t+2+s."""
         c = self.config
-        judge = DraftLoss(self, batch, out, loss_named(c.loss))
+        draft_loss = DraftLoss(self, batch, out, loss_named(c.loss))
         loss = out.hidden.new_zeros((), dtype=torch.float32)
         for step, hidden in enumerate(self.unroll(batch, self.start(out), self.scored_depth)):  # [B, T, H]
-            judged = judge.loss(step, hidden[judge.rows[step]], self._logits)
+            of_step = draft_loss.loss(step, hidden[draft_loss.rows[step]], self._logits)
             if step < c.steps:
                 weight = c.step_weights[step] if c.step_weights else c.step_decay**step
-                loss = loss + weight * judged
-        return StepLoss(loss, judge.hits)
+                loss = loss + weight * of_step
+        return StepLoss(loss, draft_loss.hits)
 
     def _logits(self, hidden: Tensor) -> Tensor:  # [n, H] -> [n, D]
         return self.lm_head(hidden if self.config.norm_output else self.norm(hidden))
@@ -164,17 +162,21 @@ class Eagle3(UnrolledHead):
 
 
 def _resolve(c: Eagle3Config, target: Target) -> None:
-    """Fill in what the target decides, and refuse what cannot be built."""
+    """Fill in the values that the target decides. Raises UserError for a head that cannot be built."""
     layers = target.n_layers
-    few = list(range(max(0, layers - 3), layers))  # of so small a target low, middle and high are not apart
+    few = list(range(max(0, layers - 3), layers))  # a target so small has no distinct low, middle and high
     c.layers = sorted(c.layers) or ([2, layers // 2, layers - 3] if layers > 6 else few)
     if len(set(c.layers)) < len(c.layers) or min(c.layers) < 0 or max(c.layers) > layers:
-        raise UserError(f"head.options.layers {c.layers}: needs distinct indices from 0 to the target's {layers}")
+        raise UserError(f"option head.options.layers: must be distinct indices from 0 to {layers}, got {c.layers}")
     if c.step_weights and len(c.step_weights) != c.steps:
-        raise UserError(f"head.options.step_weights {c.step_weights}: needs one for each of {c.steps} steps")
+        raise UserError(
+            f"option head.options.step_weights: must be one for each of {c.steps} steps, got {c.step_weights}"
+        )
     if c.step_weights and not any(c.step_weights):
-        raise UserError(f"head.options.step_weights {c.step_weights}: one of them must be above 0")
+        raise UserError(f"option head.options.step_weights: one must be above 0, got {c.step_weights}")
     if c.norm_before_fc and c.fc_norm:
-        raise UserError("head.options: norm_before_fc and fc_norm are two ways of one thing; choose one")
+        raise UserError(
+            "option head.options.norm_before_fc: excludes fc_norm, which norms the same features; choose one"
+        )
     loss_named(c.loss)
     c.fill(target)

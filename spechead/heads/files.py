@@ -1,13 +1,9 @@
-"""spechead's own format: `model.safetensors` with the head's tensors alone, and `config.json`.
-
-Knows nothing of training, and nothing of other formats.
-"""
+"""A head's folder: `model.safetensors` with the head's tensors alone, and `config.json`, read as `HeadInfo`."""
 
 from __future__ import annotations
 
-import os
-import secrets
-from dataclasses import asdict, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from spechead.decoding.tree import Plan, parse_tree
 from spechead.errors import UserError
-from spechead.files import flush, make_folder, read_json, reason, write_json
+from spechead.files import read_json, reason, replacing, write_json
 from spechead.heads import HEADS, Head
 from spechead.options import convert
 from spechead.target import adapter
@@ -26,204 +22,215 @@ from spechead.target.model import Target
 from spechead.target.packed_linear import pack_linears
 
 WEIGHTS, CONFIG, FORMAT = "model.safetensors", "config.json", 1
+_KEYS = {"format": int, "kind": str, "tree": str, "target": dict, "config": dict, "meta": dict}
 
 
-def save_head(head: Head, folder: Path, meta: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> None:
-    """Write the head: float32 `weights` (default: its own), configuration, default tree, and whose head it is."""
-    state = {name: tensor for name, tensor in (weights or head.state_dict()).items()}
-    empty = [name for name, tensor in state.items() if tensor.numel() == 0 or tensor.is_meta]
-    if empty:
-        raise UserError(f"head tensors without content: {', '.join(empty)}; they must be gathered before saving")
-    if bad := _not_finite(state):
-        raise UserError(f"the head is not written: {bad} holds numbers that are not finite; lower optim.lr")
-    make_folder(folder)
-    scratch = folder / f".{WEIGHTS}.{secrets.token_hex(4)}.tmp"
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, scratch)
-        flush(scratch)
-        (folder / CONFIG).unlink(missing_ok=True)  # an old one must not outlive its weights
-        os.replace(scratch, folder / WEIGHTS)
-    except (OSError, SafetensorError) as error:
-        why = reason(error) if isinstance(error, OSError) else str(error)
-        raise UserError(f"cannot write {folder / WEIGHTS}: {why}") from error
-    finally:
-        scratch.unlink(missing_ok=True)
-    target = {"name": head.target.base, "adapter": head.target.adapter, "fingerprint": head.target.fingerprint}
-    config = {"format": FORMAT, "kind": head.kind, "tree": str(head.tree), "target": target}
-    write_json(folder / CONFIG, config | {"config": asdict(head.config), "meta": meta})
+@dataclass(frozen=True)
+class HeadInfo:
+    """The contents of a head's config.json."""
 
+    folder: Path
+    kind: str = ""  # of HEADS
+    tree: str = ""  # default tree, for `parse_tree`
+    options: dict[str, Any] = field(default_factory=dict)  # as in the file
+    target: str = ""  # name of the target that the head was trained for
+    fingerprint: str = ""  # of that target's weights
+    target_adapter: str = ""  # adapter that the target had before training
+    meta: dict[str, Any] = field(default_factory=dict)  # of its training
 
-def save_tree(folder: Path, tree: Plan) -> None:
-    """Give the head in `folder` another default tree; its weights are not touched."""
-    write_json(folder / CONFIG, _read_config(folder) | {"tree": str(tree)})
-
-
-def load_head(folder: Path, target: Target, *, force: bool = False, dtype: torch.dtype | None = None) -> Head:
-    """The head in `folder` for `target`; another target is refused unless forced.
-
-    It drafts in `dtype`, by default bfloat16 where that is fast, whatever the target computes in: drafts are guesses.
-    """
-    config = _read_config(folder)
-    if config["target"]["fingerprint"] != target.fingerprint and not force:
-        carried = head_adapter(folder)
-        if carried and target.base == config["target"]["name"] and Path(carried) == Path(target.adapter):
+    @property
+    def config(self) -> Any:
+        """The head's options as its `Config`; options that the file lacks have their defaults."""
+        kind = HEADS[self.kind]
+        known = sorted(field.name for field in fields(kind.Config))
+        if unknown := sorted(set(self.options) - set(known)):
             raise UserError(
-                f"head {folder}: {carried} is no longer the adapter that it was trained with; put that back, "
-                "or --force to try this one all the same"
+                f"{self.folder / CONFIG}: a {self.kind} head has no option {', '.join(unknown)} in this version "
+                f"(known: {', '.join(known)})"
             )
-        raise UserError(
-            f"head {folder} was trained for target {config['target']['name']!r}"
-            f"{f' with the adapter {carried}' if carried else ''}; the weights of {target.name!r} differ. "
-            "Use that target, or --force to try it all the same"
-        )
-    try:
-        head = HEADS[config["kind"]](_head_config(folder, config), target)
-        tree = parse_tree(config["tree"])
-    except UserError as error:
-        raise UserError(f"{folder / CONFIG}: {error}") from error
-    _load_strictly(head, folder / WEIGHTS)
-    head.tree = tree
-    head.to(device=target.device, dtype=dtype or DTYPES[target.drafting_dtype("auto")]).eval().requires_grad_(False)
-    if target.packed:
-        pack_linears(head)
-    return head
+        try:
+            return kind.Config(**convert(kind.Config, self.options, "head.options."))
+        except UserError as error:
+            raise UserError(f"{self.folder / CONFIG}: {error}") from error
+
+    @property
+    def adapter(self) -> str:
+        """The adapter of the head's target: the one trained with it, else the one given to its training; "" if none."""
+        trained = self.folder / adapter.FOLDER
+        if trained.is_dir():
+            return str(trained)
+        if self.meta.get("adapter"):
+            raise UserError(
+                f"head {self.folder} was trained together with an adapter, and {trained} is missing: copy the whole "
+                "folder of the head, or give --target the model that the adapter was merged into, and --force"
+            )
+        return self.target_adapter
+
+    @property
+    def four_bits(self) -> bool:
+        """Whether the target was quantised to four bits during training."""
+        return bool(self.meta.get("four_bits", False))
+
+    @property
+    def template_kwargs(self) -> dict[str, Any]:
+        """The chat template's keywords during training."""
+        return dict(self.meta.get("template_kwargs") or {})
+
+    @property
+    def foreign_data(self) -> str:
+        """How many training answers are not marked as the target's own; "" if all are."""
+        return str(self.meta.get("foreign") or "")
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The training data and its held-out split: fields of DataConfig, and `seed`; {} if unknown."""
+        return {"train": self.meta["data"]} | self.meta["split"] if "split" in self.meta else {}
 
 
-def read_head(folder: Path) -> tuple[str, Any, dict[str, torch.Tensor]]:
-    """Kind, configuration and tensors of the head in `folder`, whoever its target is."""
-    config = _read_config(folder)
-    return config["kind"], _head_config(folder, config), read_tensors(folder / WEIGHTS)
+def read_info(folder: Path) -> HeadInfo:
+    """Read and validate config.json. Raises UserError if `folder` is no head that this version can read."""
+    config = _read_config(Path(folder))
+    target = config["target"]
+    return HeadInfo(
+        folder=Path(folder),
+        kind=config["kind"],
+        tree=config["tree"],
+        options=config["config"],
+        target=target["name"],
+        fingerprint=target["fingerprint"],
+        target_adapter=str(target.get("adapter", "")),
+        meta=config["meta"],
+    )
 
 
 def has_head(folder: Path) -> bool:
     return (folder / CONFIG).is_file() and (folder / WEIGHTS).is_file()
 
 
-def head_fingerprint(folder: Path) -> str:
-    """Which weights the head was trained for."""
-    return str(_read_config(folder)["target"]["fingerprint"])
+def save_head(head: Head, folder: Path, meta: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> None:
+    """Write float32 `weights` (default: the head's own), configuration, default tree, and the target's name."""
+    state = dict(weights or head.state_dict())
+    if empty := [name for name, tensor in state.items() if tensor.numel() == 0 or tensor.is_meta]:
+        raise UserError(f"head tensors without content: {', '.join(empty)}; they must be gathered before saving")
+    if bad := _not_finite(state):
+        raise UserError(f"the head is not written: {bad} has non-finite values; lower optim.lr")
+    with replacing(folder / WEIGHTS) as scratch:
+        write_tensors(scratch, state)
+        (folder / CONFIG).unlink(missing_ok=True)  # an old one must not outlive its weights
+    target = {"name": head.target.base, "adapter": head.target.adapter, "fingerprint": head.target.fingerprint}
+    config = {"format": FORMAT, "kind": head.kind, "tree": str(head.tree), "target": target}
+    write_json(folder / CONFIG, config | {"config": asdict(head.config), "meta": meta})
 
 
-def head_target(folder: Path) -> str:
-    """The name of the target that the head was trained for."""
-    return str(_read_config(folder)["target"]["name"])
+def save_tree(folder: Path, tree: Plan) -> None:
+    """Change the default tree of the head in `folder`; its weights are not touched."""
+    write_json(folder / CONFIG, _read_config(folder) | {"tree": str(tree)})
 
 
-def head_adapter(folder: Path) -> str:
-    """The adapter that the head's target carries: the one trained with it, else the one it was given; "" for none."""
-    beside, config = folder / adapter.FOLDER, _read_config(folder)
-    if beside.is_dir():
-        return str(beside)
-    if config.get("meta", {}).get("adapter"):
+def load_head(folder: Path, target: Target, *, force: bool = False, dtype: torch.dtype | None = None) -> Head:
+    """Load the head in `folder` for `target`; a target with other weights is refused unless forced.
+
+    It drafts in `dtype`, by default bfloat16 where that is fast, whatever the target computes in: drafts are guesses.
+    """
+    info = read_info(folder)
+    if info.fingerprint != target.fingerprint and not force:
+        _refuse_target(info, target)
+    config = info.config
+    try:
+        head = HEADS[info.kind](config, target)
+        head.tree = parse_tree(info.tree)
+    except UserError as error:
+        raise UserError(f"{info.folder / CONFIG}: {error}") from error
+    _load_strictly(head, info.folder / WEIGHTS)
+    head.to(device=target.device, dtype=dtype or DTYPES[target.drafting_dtype("auto")]).eval().requires_grad_(False)
+    if target.packed:
+        pack_linears(head)
+    return head
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file; raises OSError, which `files.replacing` reports. Tensors may share memory."""
+    try:
+        save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    path.chmod(0o644)  # the library makes it readable for its owner only, and servers run as other users
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    """Read a safetensors file. Raises UserError if it is missing or damaged."""
+    try:
+        return load_file(path)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {reason(error)}") from error
+    except SafetensorError as error:
+        raise UserError(f"{path}: damaged or no safetensors file: {error}") from error
+
+
+def _refuse_target(info: HeadInfo, target: Target) -> None:
+    adapted = info.adapter
+    if adapted and target.base == info.target and Path(adapted) == Path(target.adapter):
         raise UserError(
-            f"head {folder} was trained together with an adapter, and {beside} is missing: copy the whole folder of "
-            "the head, or give --target the model that the adapter was merged into, and --force"
+            f"head {info.folder}: {adapted} is no longer the adapter that it was trained with; restore that, "
+            "or try this one with --force"
         )
-    return str(config["target"].get("adapter", ""))
-
-
-def head_in_four_bits(folder: Path) -> bool:
-    """Whether the head learned from a target held in four bits."""
-    return bool(_read_config(folder).get("meta", {}).get("four_bits", False))
-
-
-def head_template_kwargs(folder: Path) -> dict[str, Any]:
-    """The keywords for the chat template that the head was trained with."""
-    return dict(_read_config(folder).get("meta", {}).get("template_kwargs") or {})
-
-
-def head_foreign(folder: Path) -> str:
-    """How many answers that the head learned from are not marked as its target's own; empty where all are."""
-    return str(_read_config(folder).get("meta", {}).get("foreign") or "")
-
-
-def head_data(folder: Path) -> dict[str, Any]:
-    """What the head learned from and how some of it was held out: fields of DataConfig and `seed`; {} if unknown."""
-    meta = _read_config(folder).get("meta", {})
-    return {"train": meta["data"]} | meta["split"] if "split" in meta else {}
+    trained = repr(info.target) + (f" with the adapter {adapted}" if adapted else "")
+    raise UserError(
+        f"head {info.folder} was trained for target {trained}; "
+        f"the weights of {target.name!r} differ. Use that target, or try this one with --force"
+    )
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    folder = Path(folder)
+    path = folder / CONFIG
     if not folder.is_dir():
         raise UserError(f"no head at {folder}: a folder with {CONFIG} and {WEIGHTS} is expected")
-    if not (folder / CONFIG).is_file() and has_head(folder / "head"):
+    if not path.is_file() and has_head(folder / "head"):
         raise UserError(f"no head at {folder}: it is {folder / 'head'}")
-    config = read_json(folder / CONFIG)
-    wanted = {"format": int, "kind": str, "tree": str, "target": dict, "config": dict}
-    if not isinstance(config, dict) or not wanted.keys() <= config.keys():
-        raise UserError(f"{folder / CONFIG} is not a spechead head: it lacks {', '.join(sorted(wanted))}")
-    parts = [(name, config[name], kind) for name, kind in wanted.items()] + [("meta", config.get("meta", {}), dict)]
-    for name, value, kind in parts:
-        if not isinstance(value, kind):
-            raise UserError(f"{folder / CONFIG}: {name} is {value!r}, not as spechead writes it")
+    config = read_json(path)
+    if not isinstance(config, dict) or not _KEYS.keys() <= {"meta", *config}:
+        raise UserError(f"{path} is not a spechead head: it lacks {', '.join(sorted(_KEYS.keys() - {'meta'}))}")
+    config.setdefault("meta", {})
+    for name, kind in _KEYS.items():
+        if not isinstance(config[name], kind):
+            raise UserError(f"{path}: {name} is {config[name]!r}, which spechead never writes")
     for name in ("name", "fingerprint"):
         if not isinstance(config["target"].get(name), str):
-            raise UserError(f"{folder / CONFIG}: target has no {name}")
+            raise UserError(f"{path}: target has no {name}")
     if config["format"] != FORMAT or config["kind"] not in HEADS:
         raise UserError(
-            f"{folder / CONFIG}: format {config['format']} and kind {config['kind']!r} are unknown to this version "
+            f"{path}: format {config['format']} and kind {config['kind']!r} are unknown to this version "
             f"(it reads format {FORMAT} and {', '.join(HEADS)})"
         )
     return config
 
 
-def _head_config(folder: Path, config: dict[str, Any]) -> Any:
-    """The head's options; one that is not in the file did not exist when it was written, and has its default."""
-    kind = HEADS[config["kind"]]
-    known = {field.name for field in fields(kind.Config)}
-    unknown = set(config["config"]) - known
-    if unknown:
-        raise UserError(
-            f"{folder / CONFIG}: a {kind.kind} head has no option {', '.join(sorted(unknown))} in this version "
-            f"(known: {', '.join(sorted(known))})"
-        )
-    return kind.Config(**convert(kind.Config, config["config"], "head.options."))
-
-
-def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Write a safetensors file; UserError where that fails."""
-    try:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {path}: {reason(error) if isinstance(error, OSError) else error}") from error
-
-
-def read_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read a safetensors file; UserError where that fails."""
-    try:
-        return load_file(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
-
-
 def _load_strictly(head: Head, path: Path) -> None:
-    state = read_tensors(path)
-    ours = head.state_dict()
-    missing, unexpected = sorted(ours.keys() - state.keys()), sorted(state.keys() - ours.keys())
+    state, wanted = read_tensors(path), head.state_dict()
+    missing, unexpected = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
     if missing or unexpected:
         raise UserError(f"{path}: missing tensors {missing}, unexpected tensors {unexpected}")
     wrong = [
-        f"{name} {tuple(state[name].shape)} (needs {tuple(ours[name].shape)})"
-        for name in ours
-        if ours[name].shape != state[name].shape
+        f"{name} {tuple(state[name].shape)} (needs {tuple(tensor.shape)})"
+        for name, tensor in wanted.items()
+        if tensor.shape != state[name].shape
     ]
     if wrong:
         raise UserError(f"{path}: tensors of a wrong shape: {', '.join(wrong)}")
     if bad := _not_finite(state):
-        raise UserError(f"{path}: {bad} holds numbers that are not finite")
+        raise UserError(f"{path}: {bad} has non-finite values")
     if head.reduced and not _is_vocabulary(state["d2t"], state["t2d"]):
         raise UserError(f"{path}: d2t and t2d are no draft vocabulary of a target with {len(state['t2d'])} tokens")
     head.load_state_dict(state)
 
 
-def _not_finite(state: dict[str, torch.Tensor]) -> str:
-    """The first tensor with a number that is none; "" where there is no such tensor."""
+def _not_finite(state: Mapping[str, torch.Tensor]) -> str:
+    """The first tensor with NaN or infinity; "" if there is none."""
     return next((name for name, t in state.items() if t.is_floating_point() and not torch.isfinite(t).all()), "")
 
 
 def _is_vocabulary(d2t: torch.Tensor, t2d: torch.Tensor) -> bool:
-    """Whether both maps say the same of ascending ids: int64 [D] and bool [V]."""
+    """Whether both maps describe the same ascending target ids: int64 [D] and bool [V]."""
     if d2t.dtype != torch.int64 or t2d.dtype != torch.bool:
         return False
     return torch.equal(torch.arange(len(d2t)) + d2t, t2d.nonzero()[:, 0])

@@ -1,6 +1,4 @@
-"""The building blocks of heads: norm, rotary positions, gated MLP, and attention whose pattern the caller brings.
-
-Knows nothing of targets, losses or trees.
+"""The building blocks of heads: norm, rotary positions, gated MLP, and attention with a pattern given by the caller.
 
 Legend: B batch, T rows, S keys, N query heads, G key/value heads, D head size, H hidden size.
 """
@@ -14,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""attend(query [B, N, T, D], key [B, G, T, D], value [B, G, T, D]) -> [B, N, T, D]; it may remember keys and values."""
+"""attend(query [B, N, T, D], key [B, G, T, D], value [B, G, T, D]) -> [B, N, T, D]; may cache keys and values."""
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, the mean taken in float32 (arXiv 1910.07467)."""
+    """x / rms(x) * weight, computed in float32 (arXiv 1910.07467)."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -43,10 +41,10 @@ class GatedMLP(nn.Module):
 
 
 class Rotary:
-    """Rotary positions (arXiv 2104.09864) of given inverse frequencies [D/2].
+    """Rotary positions (arXiv 2104.09864) with given inverse frequencies [D/2].
 
-    No buffer of a module: frequencies stay float32 when a head is cast. `factor` multiplies cosine and sine, as some
-    scalings want (YaRN, arXiv 2309.00071).
+    Not a module buffer, so that the frequencies stay float32 when a head is cast. `factor` multiplies cosine and sine,
+    as YaRN requires (arXiv 2309.00071).
     """
 
     def __init__(self, frequencies: Tensor, factor: float = 1.0) -> None:
@@ -54,7 +52,7 @@ class Rotary:
 
     @classmethod
     def plain(cls, size: int, theta: float) -> Rotary:
-        """For heads of `size` D: theta^(-2i/D), without scaling."""
+        """Frequencies theta^(-2i/D) for heads of `size` D, without scaling."""
         return cls(theta ** -(torch.arange(size // 2, dtype=torch.float32) / (size // 2)))
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -71,7 +69,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with rotary positions; `attend` decides who sees whom."""
+    """Grouped-query attention with rotary positions; `attend` sets which rows see which."""
 
     def __init__(
         self,
@@ -101,7 +99,7 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then a gated MLP, each over a norm of the hidden state and added to it."""
+    """A pre-norm decoder layer: attention and a gated MLP, each added to the hidden state."""
 
     def __init__(self, attention: Attention, mlp: GatedMLP, hidden: int, eps: float, first_norm: bool = True) -> None:
         super().__init__()

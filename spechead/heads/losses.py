@@ -1,7 +1,6 @@
 """Losses between a draft distribution and the target's.
 
-They are sums over rows, never means: the trainer divides once by the number of supervised tokens over all ranks.
-Knows nothing of heads.
+They are sums over rows, not means: the trainer divides once by the number of supervised tokens over all ranks.
 
 Legend: n rows, D draft vocabulary, H hidden size.
 """
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from spechead.errors import UserError
 
-LK_ETA = 3.0  # the best of arXiv 2602.23881
+LK_ETA = 3.0  # the best value in arXiv 2602.23881
 
 
 def hard_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -41,10 +40,10 @@ def kl_divergence(logits: Tensor, teacher: Tensor) -> Tensor:
 
 
 def acceptance(logits: Tensor, log_p: Tensor) -> Tensor:
-    """α = Σ_v min(p(v), q(v)) of each row, [n]: how often a draft drawn from q = softmax(logits) is accepted.
+    """α = Σ_v min(p(v), q(v)) of each row, [n]: how often a draft sampled from q = softmax(logits) is accepted.
 
-    `log_p` [n, D] holds the target's log-probabilities. Where the draft vocabulary is not the whole one, p keeps the
-    share that it has there: what q cannot draft is never accepted.
+    `log_p` [n, D]: the target's log-probabilities. In a reduced draft vocabulary p sums to less than 1, since tokens
+    outside are never drafted.
     """
     return torch.minimum(log_p.float().exp(), logits.float().softmax(-1)).sum(-1)
 
@@ -57,7 +56,7 @@ def total_variation(logits: Tensor, log_p: Tensor) -> Tensor:
 def negative_log_acceptance(logits: Tensor, log_p: Tensor) -> Tensor:
     """Σ_rows -log α: the loss LK^α of arXiv 2602.23881; see `acceptance`. Its gradient is that of TV over α.
 
-    Summed in the logarithm, so that rows whose drafts are never accepted learn as well.
+    Computed in log space, so that rows whose drafts are never accepted have a gradient as well.
     """
     return -torch.minimum(log_p.float(), logits.float().log_softmax(-1)).logsumexp(-1).sum()
 
@@ -65,7 +64,7 @@ def negative_log_acceptance(logits: Tensor, log_p: Tensor) -> Tensor:
 def topk_distillation(logits: Tensor, teacher: Tensor, k: int) -> Tensor:
     """Σ_rows -Σ_v p(v) log q(v) over the k likeliest tokens of p = softmax(teacher) alone; both [n, D].
 
-    The ranking loss of HASS (arXiv 2408.15766): what is drafted comes from there.
+    The ranking loss of HASS (arXiv 2408.15766): drafts are taken from these tokens.
     """
     best, ids = teacher.float().topk(min(k, teacher.shape[-1]), -1)  # [n, k]
     p = (best - teacher.float().logsumexp(-1, keepdim=True)).exp()
@@ -86,15 +85,15 @@ def feature_regression(predicted: Tensor, true: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss that can be taken of some rows at a time: sums over rows, and the loss that all of them make."""
+    """A loss that can be computed in chunks of rows: sums over the rows of a chunk, and the total of all sums."""
 
     sums: Callable[[Tensor, Tensor, Tensor], Tensor]
     """sums(logits [n, D], labels [n], teacher [n, D]) -> [] or [m], added up over chunks of rows"""
     teacher: str = "draft"
-    """What `teacher` holds: `draft`: the target's logits over the draft vocabulary; `whole`: its log-probabilities
-    there, out of the whole vocabulary, whose every row must be made for that; `none`: nothing."""
+    """What `teacher` is: `draft`: the target's logits over the draft vocabulary; `whole`: its log-probabilities there,
+    normalised over the whole vocabulary, whose logits are then all computed; `none`: empty."""
     total: Callable[[Tensor, int], Tensor] = lambda sums, n: sums
-    """total(sums over all rows, how many these are) -> []"""
+    """total(sums over all rows, number of rows) -> []"""
 
 
 def _kl_and_variation(logits: Tensor, _: Tensor, log_p: Tensor) -> Tensor:
@@ -104,8 +103,8 @@ def _kl_and_variation(logits: Tensor, _: Tensor, log_p: Tensor) -> Tensor:
 def lk_blend(sums: Tensor, n: int) -> Tensor:
     """Σ_rows λ KL + (1 - λ) TV: the loss LK^λ of arXiv 2602.23881, sections 4.2 and 4.4.
 
-    λ = exp(-η α), of the mean α over the n rows and without a gradient: KL where drafts are poor, TV where they are
-    good. One λ for each depth and micro batch.
+    λ = exp(-η α) without a gradient, α the mean over the n rows: KL while drafts are poor, TV once they are good. One λ
+    for each depth and micro batch.
     """
     divergence, variation = sums
     share = torch.exp(-LK_ETA * (1 - variation.detach() / max(1, n)))
@@ -123,7 +122,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def loss_named(name: str) -> Loss:
-    """Raises UserError, in terms of the option, where there is no such loss."""
+    """The loss of that name. Raises UserError if there is none."""
     if name not in LOSSES:
-        raise UserError(f"head.options.loss {name!r} is not one of {', '.join(LOSSES)}")
+        raise UserError(f"option head.options.loss: {name!r} is not one of {', '.join(LOSSES)}")
     return LOSSES[name]

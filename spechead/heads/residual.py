@@ -1,6 +1,4 @@
-"""What Medusa and Hydra share: for each depth of draft a stack of residual blocks, and behind it an output layer.
-
-Knows nothing of what a stack reads, nor of how the stacks are trained.
+"""The base of Medusa and Hydra: a stack of residual blocks and an output layer for each depth of the draft.
 
 Legend: H hidden size, D draft vocabulary.
 """
@@ -20,9 +18,9 @@ from spechead.target.model import Target
 
 
 class Block(nn.Module):
-    """P x + SiLU(W x + b), at the start the first H of its inputs.
+    """P x + SiLU(W x + b), initialised to return the first H of its inputs.
 
-    P is the identity where there are no more inputs than that, else trained.
+    P is the identity if there are only H inputs, else trained.
     """
 
     def __init__(self, inputs: int, size: int) -> None:
@@ -42,19 +40,20 @@ class Block(nn.Module):
 class ResidualHead(Head):
     """A head with `n_heads` stacks.
 
-    A subclass makes these, then calls `add_outputs`: parameters and random draws keep that order.
+    A subclass builds the stacks first and then calls `add_outputs`, which fixes the order of parameters and random
+    draws.
     """
 
     def __init__(self, config: Any, target: Target) -> None:
         if config.output not in ("own", "shared"):
-            raise UserError(f"head.options.output {config.output!r} is not own or shared")
+            raise UserError(f"option head.options.output: {config.output!r} is not one of own, shared")
         super().__init__(config, target)
         self.taps = ()
         self.depths = config.n_heads
         self.tree = chain(config.n_heads)
 
     def add_outputs(self) -> None:
-        """An output layer for each stack, unless all read the target's."""
+        """Add an output layer for each stack, unless all use the target's."""
         self.lm_heads = nn.ModuleList()
         if self.config.output == "own":
             size = self.config.hidden_size
@@ -62,11 +61,11 @@ class ResidualHead(Head):
 
     @torch.no_grad()
     def init_from_target(self) -> None:
-        """Every output layer starts as the target's rows, so that stack k first repeats the next token."""
+        """Copy the target's rows into every output layer, so that each stack first predicts the target's next token."""
         weight, _ = self.target.output_rows(self.draft_ids())
         for layer in self.lm_heads.parameters():
             layer.copy_(weight)
 
     def output(self, state: Tensor, k: int) -> Tensor:  # [..., H] -> [..., D]
-        """What is said of a state behind stack k."""
+        """Logits of a state that stack k returned."""
         return self.lm_heads[k](state) if self.config.output == "own" else self.target_logits(state)

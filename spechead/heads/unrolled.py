@@ -1,10 +1,9 @@
-"""What heads that draft token after token share: who sees whom, how a tree grows, and the shape of a decoder layer.
+"""The base of autoregressive heads, which feed their own hidden states back: EAGLE and EAGLE-3.
 
-Such a head feeds its own hidden states back. It is trained by unrolling that ("training-time test", "context
-alignment"), so that training and drafting run the same code over the same inputs. Knows nothing of losses.
+Training unrolls that loop ("training-time test", "context alignment"), so that training and drafting run the same code
+over the same inputs.
 
-Legend: B batch, T rows, H hidden size, D draft vocabulary, N/G query/key heads, C head size, n positions, m rows
-drafted before, S rows stored.
+Legend: B batch, T rows, H hidden size, D draft vocabulary, n positions, m rows drafted so far, S committed rows.
 """
 
 from __future__ import annotations
@@ -27,25 +26,20 @@ from spechead.heads.layers import Attend
 from spechead.target.cache import KVBuffer
 from spechead.target.model import TargetOutput
 
-# ------------------------------------------------------------------------------------------------ who sees whom
-
-
-# ------------------------------------------------------------------------------------------------ the head
-
 
 @dataclass
 class DraftState:
-    """What a head remembers of one text: keys and values of all committed rows, from the target's true features."""
+    """A head's KV cache for one sequence: committed rows, made from the target's true features."""
 
     rows: list[KVBuffer] = field(default_factory=list)  # one for each decoder layer
-    committed: int = 0  # rows that are committed; those behind are guesses of the last proposal
+    committed: int = 0  # number of committed rows; later ones are drafts of the last proposal
 
 
 class UnrolledHead(Head):
     """Row t reads a hidden state of token t and the embedding of token t + 1, and predicts token t + 2.
 
-    A subclass says what a true row starts from (`start`), how hidden states move on by one token (`advance`) and what
-    they predict (`_log_probabilities`).
+    A subclass defines the hidden states of true rows (`start`), the step to the next token (`advance`) and the draft
+    distribution (`_log_probabilities`).
     """
 
     n_layers: int = 1  # decoder layers; each has its own keys and values
@@ -53,7 +47,7 @@ class UnrolledHead(Head):
 
     @property
     def scored_depth(self) -> int:
-        """In training the unrolled steps; else, since more can be drafted, what the head's tree asks for."""
+        """The unrolled steps in training; else the depth of the head's tree, since it can draft deeper than that."""
         return self.depths if self.training else self.tree.depth
 
     @abstractmethod
@@ -62,41 +56,41 @@ class UnrolledHead(Head):
 
     @abstractmethod
     def advance(self, hidden: Tensor, tokens: Tensor, positions: Tensor, attends: Sequence[Attend]) -> Tensor:
-        """Hidden states [B, T, H] one token further, given that token of each row; tokens and positions int64 [B, T].
+        """Hidden states [B, T, H] one token later, given that token of each row; tokens and positions int64 [B, T].
 
-        `attends` holds one attention pattern for each decoder layer.
+        `attends`: one attention pattern for each decoder layer.
         """
 
     @abstractmethod
     def _log_probabilities(self, hidden: Tensor) -> Tensor:
-        """Of the draft behind hidden states [n, H] that `advance` gave: [n, D]."""
+        """The draft distribution after hidden states that `advance` returned: [n, H] -> [n, D]."""
 
     def unroll(self, batch: Batch, hidden: Tensor, steps: int, detach: bool = False) -> Iterator[Tensor]:
-        """Hidden states [B, T, H] of draft after draft, from `start`'s on.
+        """Hidden states [B, T, H] of each drafting step; `hidden` [B, T, H] are those of `start`.
 
-        At step s row t has read token t+1+s of the text and predicts token t+2+s. `detach`: the hidden state that a
-        step starts from brings no gradient to the step before.
+        At step s row t has read token t+1+s of the text and predicts token t+2+s. `detach`: no gradient flows from a
+        step to the previous one.
         """
         attends = [UnrolledAttention(batch.document) for _ in range(self.n_layers)]
         for step in range(steps):
             hidden = hidden.detach() if detach else hidden
-            move = self._advance_twice if self.recompute else self.advance
-            hidden = move(hidden, ahead(batch, 1 + step)[0], batch.positions + step, attends)
+            advance = self._advance_recomputed if self.recompute else self.advance
+            hidden = advance(hidden, ahead(batch, 1 + step)[0], batch.positions + step, attends)
             yield hidden
 
-    def _advance_twice(
+    def _advance_recomputed(
         self, hidden: Tensor, tokens: Tensor, positions: Tensor, attends: list[UnrolledAttention]
     ) -> Tensor:
-        """`advance`, whose inner activations are not kept: the backward pass computes them again.
+        """`advance` with gradient checkpointing: backward recomputes the inner activations.
 
         Hidden states, keys and values are kept, since later steps read them.
         """
 
-        def move(hidden: Tensor, before: list[UnrolledAttention]) -> tuple[Tensor, list[UnrolledAttention]]:
-            after = [attend.fork() for attend in before]  # the second time must find them as the first did
+        def advance(hidden: Tensor, before: list[UnrolledAttention]) -> tuple[Tensor, list[UnrolledAttention]]:
+            after = [attend.fork() for attend in before]  # the recomputation must start from the same steps
             return self.advance(hidden, tokens, positions, after), after
 
-        hidden, attends[:] = checkpoint(move, hidden, attends.copy(), use_reentrant=False, preserve_rng_state=False)
+        hidden, attends[:] = checkpoint(advance, hidden, attends.copy(), use_reentrant=False, preserve_rng_state=False)
         return hidden
 
     def new_state(self, prompt: Tensor) -> DraftState:
@@ -106,10 +100,7 @@ class UnrolledHead(Head):
     def propose(
         self, state: DraftState, fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Drawing | None = None
     ) -> Tree:
-        """Commit the rows of `fresh`, forget old guesses, and grow a tree behind the last row.
-
-        The committed rows are made from the target's true features.
-        """
+        """Drop old drafts, commit the rows of `fresh` from the target's features, and grow a tree from the last."""
         committed, new = state.committed, fresh.shape[0]
         for rows in state.rows:
             rows.crop(committed)
@@ -121,19 +112,18 @@ class UnrolledHead(Head):
 
         def deepen(tokens: Tensor, parents: Tensor, own: Tensor) -> Tensor:
             nonlocal drafted
-            before = torch.cat([drafted, hidden], 1)[:, parents]  # [1, n, H]; parent -1 is the last row
+            before = torch.cat([drafted, hidden], 1)[:, parents]  # [1, n, H]; parent -1 is the last committed row
             depth = own.sum(-1)  # [n]: itself and its ancestors
-            seen = torch.cat([own.new_ones(own.shape[0], base), own], 1)  # [n, S+n]
-            after = self._draft(state, before, tokens, base - 1 + depth, seen)
+            visible = torch.cat([own.new_ones(own.shape[0], base), own], 1)  # [n, S+n]
+            after = self._draft(state, before, tokens, base - 1 + depth, visible)
             drafted = torch.cat([drafted, after], 1)
             return self._log_probabilities(after[0])
 
         first = self._log_probabilities(hidden[0])  # [1, D]
         return grow(plan, fresh[-1], first, self.draft_ids(), deepen, drawing, self.target.vocab_size)
 
-    def _draft(self, state: DraftState, hidden: Tensor, tokens: Tensor, at: Tensor, visible: Tensor | None) -> Tensor:
+    def _draft(
+        self, state: DraftState, hidden: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor | None
+    ) -> Tensor:  # [1, n, H], [n], [n], [n, S+n] -> [1, n, H]
         attends = [CachedAttention(rows, visible) for rows in state.rows]
-        return self.advance(hidden, tokens[None], at[None], attends)
-
-
-# ------------------------------------------------------------------------------------------------ decoder layers
+        return self.advance(hidden, tokens[None], positions[None], attends)

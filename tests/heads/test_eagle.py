@@ -108,8 +108,8 @@ def test_every_shape_trains_as_it_drafts(options: dict[str, Any], target: Target
         ({"topk": 0}, "topk: must be at least 1, got 0"),
         ({"noise": -0.1}, r"noise: must be at least 0, got -0\.1"),
         ({"logit_weight": -1.0}, "logit_weight: must be at least 0"),
-        ({"feature_weight": 0.0, "logit_weight": 0.0}, "one of them above it"),
-        ({"hidden_size": 8}, "hidden_size 8 differs from the target's 32"),
+        ({"feature_weight": 0.0, "logit_weight": 0.0}, "set one of them above 0"),
+        ({"hidden_size": 8}, "hidden_size: must be 0 or the target's 32, got 8"),
     ],
 )
 def test_what_cannot_be_built_is_refused(options: dict[str, Any], message: str, target: Target) -> None:

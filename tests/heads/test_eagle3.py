@@ -19,6 +19,7 @@ from spechead.heads.attention import UnrolledAttention
 from spechead.heads.eagle3 import Eagle3, Eagle3Config
 from spechead.target.model import Target, TargetOutput
 from spechead.training.train import train
+from tests.helpers import targets
 from tests.helpers.heads import fit, sample, step
 from tests.helpers.targets import make_target
 from tests.helpers.training import recipe, weights, write_tiny
@@ -219,23 +220,40 @@ def test_a_run_of_many_options_resumes_bit_exactly(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"loss": "mse"}, r"head\.options\.loss 'mse' is not one of"),
+        ({"loss": "mse"}, r"option head\.options\.loss: 'mse' is not one of"),
         ({"n_layers": 0}, "n_layers: must be at least 1, got 0"),
         ({"steps": 0}, "steps: must be at least 1, got 0"),
-        ({"step_weights": [1.0]}, r"step_weights \[1.0\]: needs one for each of 3 steps"),
+        ({"step_weights": [1.0]}, r"step_weights: must be one for each of 3 steps, got \[1\.0\]"),
         ({"step_weights": [1.0, -1.0, 0.0]}, r"step_weights: must be at least 0, got \[1\.0, -1\.0"),
-        ({"step_weights": [0.0, 0.0, 0.0]}, "one of them must be above 0"),
-        ({"num_attention_heads": 3}, "num_attention_heads 3: is not a multiple of num_key_value_heads"),
+        ({"step_weights": [0.0, 0.0, 0.0]}, "one must be above 0"),
+        ({"num_attention_heads": 3}, "num_attention_heads: 3 is not a multiple of num_key_value_heads"),
         ({"num_key_value_heads": 3}, "is not a multiple of num_key_value_heads 3"),
-        ({"head_dim": 7}, "head_dim 7: must be even"),
+        ({"head_dim": 7}, "head_dim: must be even .* got 7"),
         ({"rope_theta": -5.0}, r"rope_theta: must be at least 0, got -5\.0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "rope_scaling: factor must be above 0, got 0"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": -2.0}}, r"factor must be above 0, got -2\.0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": "two"}}, "factor must be above 0, got two"),
         ({"norm_before_fc": True, "fc_norm": True}, "choose one"),
-        ({"hidden_size": 8}, "hidden_size 8 differs from the target's 32"),
+        ({"hidden_size": 8}, "hidden_size: must be 0 or the target's 32, got 8"),
     ],
 )
 def test_what_cannot_be_built_is_refused(options: dict[str, Any], message: str, target: Target) -> None:
     with pytest.raises(UserError, match=message):
         make_head(target, **options)
+
+
+def test_the_default_taps_are_distinct_and_ascend_in_a_target_of_few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for layers in range(1, 8):
+        monkeypatch.setitem(targets.BASE, "num_hidden_layers", layers)
+        found[layers] = make_head(make_target()).taps
+    assert found == {
+        1: (0,), 2: (0, 1), 3: (0, 1, 2), 4: (1, 2, 3), 5: (2, 3, 4), 6: (3, 4, 5), 7: (2, 3, 4)
+    }  # fmt: skip
+
+
+def test_layers_are_checked(target: Target) -> None:
+    for layers in ([1, 1, 2], [0, 3, 8], [-1, 2, 3]):
+        with pytest.raises(UserError, match=r"option head\.options\.layers: must be distinct"):
+            make_head(target, layers=layers)
+    assert make_head(target, layers=[1, 7]).taps == (1, 7)

@@ -1,17 +1,21 @@
-"""Decoder steps computed twice (gradient checkpointing): the same loss and gradients, less kept for backward."""
+"""Autoregressive heads: training equals drafting, the cache has true rows, and recomputed steps change nothing."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
 from spechead.data.dataset import Sample, collate
+from spechead.decoding.generate import Speculation, generate
+from spechead.decoding.tree import chain
 from spechead.heads import HEADS, Head
-from spechead.heads.unrolled import UnrolledHead
+from spechead.target.model import Target
+from tests.helpers.heads import PLANS, UNROLLED, UNROLLED_VARIANTS, check_unrolled, make_head, sample
 from tests.helpers.targets import make_target
 
-UNROLLED = [kind for kind, head in HEADS.items() if issubclass(head, UnrolledHead)]
 CASES: list[tuple[str, dict[str, object]]] = [
     *((kind, {"steps": 4}) for kind in UNROLLED),
     ("eagle", {"steps": 3, "n_layers": 2, "detach_steps": True}),
@@ -61,3 +65,39 @@ def test_steps_computed_twice_give_the_same_gradients_from_less_memory(
     for (name, a), b in zip(plain.named_parameters(), twice.parameters(), strict=True):
         assert a.grad is not None and torch.equal(a.grad, b.grad), name
     assert kept_twice < 0.8 * kept
+
+
+@pytest.mark.parametrize("kind", UNROLLED)
+def test_unrolled_steps_equal_real_drafting(kind: str, target: Target) -> None:
+    check_unrolled(make_head(kind, target, seed=5), target)
+
+
+@pytest.mark.parametrize("variant", UNROLLED_VARIANTS)
+def test_unrolled_steps_of_a_variant_equal_real_drafting(variant: str, make_variant: Callable[[str], Head]) -> None:
+    head = make_variant(variant)
+    check_unrolled(head, head.target)
+
+
+@pytest.mark.parametrize("kind", UNROLLED)
+def test_draft_cache_is_rebuilt_from_true_features(kind: str, target: Target) -> None:
+    head = make_head(kind, target)
+    prompt = sample(target).ids[:8].tolist()
+    states = []
+    real = head.new_state
+
+    def remember(ids: torch.Tensor) -> object:
+        states.append(real(ids))
+        return states[-1]
+
+    head.new_state = remember  # type: ignore[method-assign]
+    text = generate(target, prompt, head, speculation=Speculation(PLANS[2]), max_new_tokens=20).tokens
+    state = states[0]
+    whole = torch.tensor(prompt + text)
+    out = target.forward(whole[None], taps=head.taps)
+    fresh = head.new_state(whole)
+    count = state.committed
+    head.propose(fresh, whole[1 : count + 1], out.rows(torch.arange(count)), chain(1))
+    assert len(state.rows) == len(fresh.rows) == head.n_layers
+    for kept, made in zip(state.rows, fresh.rows, strict=True):
+        assert torch.allclose(kept._keys[:, :, :count], made._keys[:, :, :count], atol=1e-5)
+        assert torch.allclose(kept._values[:, :, :count], made._values[:, :, :count], atol=1e-5)
