@@ -1,19 +1,18 @@
-"""How fast decoding is here: our decoder beside transformers' generate, both of them plain and with drafts.
+"""Decoding speed: spechead against transformers' generate, both plain and with drafts.
 
     python eval/bench_decode.py --head runs/eagle3-smollm2/head --tree chain:3 --tree chain:5 --json bench.json
 
-Every decoder writes the answer to every prompt, greedily, on one model object and after a warm-up; the order in which
-they take turns is rotated from prompt to prompt. Seconds are those of the whole answer, prefill included. A ratio is
-formed on each prompt and the median over the prompts is told, so that a disturbed run does not move it. Every text is
-compared with plain decoding's. Where generate has the like of a drafter (prompt lookup on a chain, a draft model on a
-chain), it is measured beside ours with the same model and as many tokens drafted in each pass.
+Every decoder answers every prompt, greedily, on one model object and after a warm-up; their order rotates from prompt
+to prompt. Seconds are those of the whole answer, prefill included. Ratios are formed per prompt and their median is
+reported, so that one disturbed run has little weight. Every output is compared with plain decoding's. Where generate
+has the counterpart of a drafter (prompt lookup or a draft model, on a chain), it is measured with the same model and as
+many drafts per pass.
 
-`overhead_share` is the share of the passes' time that is spent outside the two models, of the drafter with the largest.
-It is measured apart, after the clock, since it needs hooks: inside is what passes while torch is in a module, which are
-the target's layers and output layer, and those of the head or the draft model. Outside is all else: putting drafts
-into a tree and trees into a batch, ranking drafts, masks, processors, the rule, keeping and dropping rows of the
-cache, and Python between them. A prompt lookup is outside as a whole. Shares by phase of the timed runs are those of
-docs/metrics.md, with accept and keep apart. Knows nothing of how a drafter drafts.
+`overhead_share` is the share of the passes' time spent outside the two models, of the drafter with the largest. It is
+measured separately, after the timed runs, since it needs hooks. Inside is the time in torch modules: the target's
+layers and output layer, and those of the head or the draft model. Outside is all else: building trees and batches of
+trees, ranking drafts, masks, processors, the rule, the rows of the cache, and the Python between them; a prompt lookup
+is outside as a whole. Shares by phase are those of `Stats.seconds`.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from spechead.drafters.draft_model import DraftModel
 from spechead.drafters.prompt_lookup import PromptLookup
 from spechead.drafters.self_speculative import SelfSpeculative
 from spechead.errors import UserError
-from spechead.evaluation.aggregate import Reference, Run
+from spechead.evaluation.aggregate import Decoded, Reference
 from spechead.evaluation.measure import (
     MeasureOptions,
     Mode,
@@ -47,9 +46,9 @@ from spechead.evaluation.measure import (
     decode,
     decode_by_generate,
     describe_machine,
-    modes,
+    encode_prompts,
+    make_modes,
     passes_by_size,
-    questions,
 )
 from spechead.files import make_folder, write_json
 from spechead.options import parse
@@ -63,14 +62,14 @@ OVERHEAD_PROMPTS, OVERHEAD_TOKENS = 4, 64
 
 @dataclass(kw_only=True)
 class BenchOptions(MeasureOptions):
-    """Our decoder beside transformers' generate, greedy. Without --head and --target, of smollm2-135m.
+    """Compare spechead with transformers' generate, greedily. Without --head and --target, the target is smollm2-135m.
 
-    The drafter prompt_lookup is always measured. Where generate has the like of a drafter, and its tree is a chain, it
-    is measured too.
+    The drafter prompt_lookup is always measured. Where generate has the counterpart of a drafter, and its tree is a
+    chain, it is measured too.
     """
 
     json: str = ""
-    """File to write the numbers to. Empty: they are only printed."""
+    """File to write the numbers to. Empty: only print them."""
 
     def __post_init__(self) -> None:
         if not self.head and not self.target:
@@ -80,8 +79,9 @@ class BenchOptions(MeasureOptions):
             self.drafter = [LOOKUP, *self.drafter]
 
 
-Decoder = Callable[[Question], Run | Reference]
-Runs = Mapping[str, Sequence[Run | Reference]]  # by decoder, in the order of the prompts
+Output = Decoded | Reference
+Decoder = Callable[[Question], Output]
+Outputs = Mapping[str, Sequence[Output]]  # by decoder, in the order of the prompts
 
 
 def main(argv: Sequence[str]) -> None:
@@ -89,40 +89,40 @@ def main(argv: Sequence[str]) -> None:
     prompts = options.read_prompts()
     if options.json:
         if Path(options.json).is_dir():
-            raise UserError(f"json {options.json}: is a folder, a file is expected")
+            raise UserError(f"option json: {options.json} is a folder, name a file")
         make_folder(Path(options.json).parent)
     target = options.load_target()
-    ways = modes(options, target)
-    asked = questions(prompts, target, options)
-    runs = measure(decoders(target, ways), asked)
-    outside = {mode.name: overhead(target, asked, mode) for mode in ways} | {PLAIN: overhead(target, asked)}
-    past, v = passes_by_size(target, asked, runs[PLAIN])
-    found = numbers(runs, outside) | {"v": v, "v_past": past} | surroundings(target, options)
-    show(found)
+    modes = make_modes(options, target)
+    questions = encode_prompts(prompts, target, options)
+    outputs = measure(make_decoders(target, modes), questions)
+    overheads = {mode.name: overhead(target, questions, mode) for mode in modes} | {PLAIN: overhead(target, questions)}
+    past, v = passes_by_size(target, questions, outputs[PLAIN])
+    results = numbers(outputs, overheads) | {"v": v, "v_past": past} | provenance(target, options)
+    print_results(results)
     if options.json:
-        write_json(Path(options.json), found)
+        write_json(Path(options.json), results)
 
 
 # ------------------------------------------------------------------------------------------------ decoders
 
 
-def decoders(target: Target, ways: Sequence[Mode]) -> dict[str, Decoder]:
-    """Every decoder by its name; generate's own version of a drafter stands behind ours."""
-    found: dict[str, Decoder] = {PLAIN: partial(decode, target), GENERATE: partial(decode_by_generate, target)}
-    for mode in ways:
-        found[mode.name] = partial(decode, target, drafter=mode.drafter, speculation=Speculation(mode.plan))
-        if like := generates_own(target, mode):
-            found[beside(mode.name)] = like
-    return found
+def make_decoders(target: Target, modes: Sequence[Mode]) -> dict[str, Decoder]:
+    """Every decoder by its name; generate's counterpart of a drafter follows ours."""
+    decoders: dict[str, Decoder] = {PLAIN: partial(decode, target), GENERATE: partial(decode_by_generate, target)}
+    for mode in modes:
+        decoders[mode.name] = partial(decode, target, drafter=mode.drafter, speculation=Speculation(mode.plan))
+        if other := counterpart(target, mode):
+            decoders[counterpart_name(mode.name)] = other
+    return decoders
 
 
-def beside(name: str) -> str:
-    """What generate's own version of a drafter is called."""
+def counterpart_name(name: str) -> str:
+    """The name of generate's counterpart of a drafter."""
     return f"{GENERATE}, {name}"
 
 
-def generates_own(target: Target, mode: Mode) -> Decoder | None:
-    """generate with the like of the mode's drafter, if it has one and the tree is a chain, at equal settings."""
+def counterpart(target: Target, mode: Mode) -> partial[Reference] | None:
+    """generate with the counterpart of the mode's drafter, if it has one and the tree is a chain, at equal settings."""
     drafter, plan = mode.drafter, mode.plan
     if not is_chain(plan):
         return None
@@ -136,14 +136,14 @@ def generates_own(target: Target, mode: Mode) -> Decoder | None:
 
 
 def with_assistant(target: Target, draft: Target, depth: int, question: Question) -> Reference:
-    """generate with an assistant that drafts as many tokens in each pass, without its schedule and its confidence
-    threshold. It takes these from the assistant's own configuration, and from nowhere else."""
+    """generate with an assistant that drafts as many tokens per pass, without its schedule and confidence threshold,
+    which it reads only from the assistant's own configuration."""
     config = draft.model.generation_config
     config.num_assistant_tokens = depth
     config.num_assistant_tokens_schedule = "constant"
     config.assistant_confidence_threshold = 0.0
     settings: dict[str, Any] = {"assistant_model": draft.model}
-    if draft.config.vocab_size != target.config.vocab_size:  # generate then wants to compare texts instead of ids
+    if draft.config.vocab_size != target.config.vocab_size:  # generate then compares texts instead of ids
         settings |= {"tokenizer": target.tokenizer, "assistant_tokenizer": draft.tokenizer}
     return decode_by_generate(target, question, **settings)
 
@@ -151,19 +151,19 @@ def with_assistant(target: Target, draft: Target, depth: int, question: Question
 # ------------------------------------------------------------------------------------------------ measuring
 
 
-def measure(found: Mapping[str, Decoder], asked: Sequence[Question]) -> Runs:
-    """Decode every question by every decoder, after a short run of each."""
-    for decoder in found.values():
-        decoder(asked[0].shortened())
-    runs: dict[str, list[Run | Reference]] = {name: [] for name in found}
-    with Progress("benchmark", len(asked) * len(found), unit="run") as progress:
-        for turn, question in enumerate(asked):
-            for name in rotated(list(found), turn):
-                runs[name].append(found[name](question))
+def measure(decoders: Mapping[str, Decoder], questions: Sequence[Question]) -> Outputs:
+    """Decode every question with every decoder, after a warm-up of each."""
+    for decoder in decoders.values():
+        decoder(questions[0].shortened())
+    outputs: dict[str, list[Output]] = {name: [] for name in decoders}
+    with Progress("benchmark", len(questions) * len(decoders), unit="run") as progress:
+        for turn, question in enumerate(questions):
+            for name in rotated(list(decoders), turn):
+                outputs[name].append(decoders[name](question))
                 progress.advance()
-    if not any(run.stats.passes for run in runs[PLAIN] if isinstance(run, Run)):
-        raise UserError("every answer ended with its first token: there is no pass to measure; try other prompts")
-    return runs
+    if not any(output.stats.passes for output in outputs[PLAIN] if isinstance(output, Decoded)):
+        raise UserError("option prompts: every answer ended with its first token, there is no pass to measure")
+    return outputs
 
 
 def rotated(names: list[str], turn: int) -> list[str]:
@@ -172,11 +172,11 @@ def rotated(names: list[str], turn: int) -> list[str]:
     return names[first:] + names[:first]
 
 
-def overhead(target: Target, asked: Sequence[Question], mode: Mode | None = None) -> float | None:
-    """Share of the passes' time in which torch is in no module, the median over a few prompts; None without a pass."""
+def overhead(target: Target, questions: Sequence[Question], mode: Mode | None = None) -> float | None:
+    """Share of the passes' time outside torch modules, the median over a few prompts; None without a pass."""
     shares = []
-    for question in asked[:OVERHEAD_PROMPTS]:
-        began: list[int] = []  # spans before each commit, the prefill's first
+    for question in questions[:OVERHEAD_PROMPTS]:
+        n_spans: list[int] = []  # before each commit, the prefill's first
         with ModuleSpans(target.device) as spans:
             stats = generate(
                 target,
@@ -184,16 +184,16 @@ def overhead(target: Target, asked: Sequence[Question], mode: Mode | None = None
                 mode.drafter if mode else None,
                 speculation=Speculation(mode.plan) if mode else RANKED,
                 max_new_tokens=min(OVERHEAD_TOKENS, question.max_new_tokens),
-                on_commit=lambda *_, began=began, spans=spans: began.append(len(spans.marks)),
+                on_commit=lambda *_, n_spans=n_spans, spans=spans: n_spans.append(len(spans.marks)),
             ).stats
         if stats.passes:
             whole = sum(stats.seconds.values()) - stats.seconds["prefill"]
-            shares.append(1 - spans.seconds(began[0]) / whole)
+            shares.append(1 - spans.seconds(n_spans[0]) / whole)
     return median(shares) if shares else None
 
 
 class ModuleSpans:
-    """When torch entered and left a module, nested calls not counted."""
+    """The times at which torch enters and leaves a module; nested calls are not counted."""
 
     def __init__(self, device: torch.device) -> None:
         self.marks: list[tuple[Timestamp, Timestamp]] = []
@@ -211,7 +211,7 @@ class ModuleSpans:
             hook.remove()
 
     def seconds(self, first: int) -> float:
-        """Spent inside modules from span number `first` on; waits for the accelerator."""
+        """Time inside modules from span number `first` on; waits for the accelerator."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return sum(elapsed(begin, end) for begin, end in self.marks[first:])
@@ -230,95 +230,100 @@ class ModuleSpans:
 # ------------------------------------------------------------------------------------------------ numbers
 
 
-def numbers(runs: Runs, outside: Mapping[str, float | None]) -> dict[str, Any]:
-    """The ratios of seconds per token, ours over generate's, and what is known of each decoder."""
-    rows = {name: row(found, runs[PLAIN]) | {"overhead_share": outside.get(name)} for name, found in runs.items()}
-    drafting = {name: found for name, found in rows.items() if name != PLAIN and found["acceptance_length"] is not None}
-    shares = [found["overhead_share"] for found in drafting.values() if found["overhead_share"] is not None]
-    pairs = {name: ratio(runs[name], runs[beside(name)]) for name in runs if beside(name) in runs}
-    shown = ("acceptance_length", "seconds_per_token", "speedup")
+def numbers(outputs: Outputs, overheads: Mapping[str, float | None]) -> dict[str, Any]:
+    """The ratios of seconds per token, spechead's / generate's, and the numbers of each decoder."""
+    plain = outputs[PLAIN]
+    rows = {name: row(out, plain) | {"overhead_share": overheads.get(name)} for name, out in outputs.items()}
+    drafting = {name: one for name, one in rows.items() if name != PLAIN and one["acceptance_length"] is not None}
+    shares = [one["overhead_share"] for one in drafting.values() if one["overhead_share"] is not None]
+    others = {name: outputs[counterpart_name(name)] for name in outputs if counterpart_name(name) in outputs}
+    pairs = {name: ratio(outputs[name], other) for name, other in others.items()}
+    columns = ("acceptance_length", "seconds_per_token", "speedup")
     return {
-        "plain_over_generate": ratio(runs[PLAIN], runs[GENERATE]),
+        "plain_over_generate": ratio(plain, outputs[GENERATE]),
         "lookup_over_generate_lookup": next(value for name, value in pairs.items() if name.split()[0] == LOOKUP),
         "over_generate": pairs,
         "overhead_share": max(shares, default=None),  # the worst drafter's
-        "drafters": {name: {key: found[key] for key in shown} for name, found in drafting.items()},
+        "drafters": {name: {key: one[key] for key in columns} for name, one in drafting.items()},
         "decoders": rows,
-        "texts": texts([found for name, found in rows.items() if found["ours"] and name != PLAIN]),
-        "generate_texts": texts([found for found in rows.values() if not found["ours"]]),
+        "texts": texts([one for name, one in rows.items() if one["ours"] and name != PLAIN]),
+        "generate_texts": texts([one for one in rows.values() if not one["ours"]]),
     }
 
 
-def row(runs: Sequence[Run | Reference], plain: Sequence[Run | Reference]) -> dict[str, Any]:
-    """One decoder: acceptance length and phases are None where it does not tell."""
-    stats = [run.stats for run in runs if isinstance(run, Run) and run.stats.passes]
+def row(outputs: Sequence[Output], plain: Sequence[Output]) -> dict[str, Any]:
+    """One decoder; acceptance length and phases are None where it does not report them."""
+    stats = [output.stats for output in outputs if isinstance(output, Decoded) and output.stats.passes]
     passes = {phase: sum(s.seconds[phase] for s in stats) for phase in (stats[0].seconds if stats else ())}
     passes.pop("prefill", None)
     return {
-        "ours": isinstance(runs[0], Run),
-        "seconds_per_token": median(map(pace, runs)),
-        "speedup": ratio(plain, runs),
+        "ours": isinstance(outputs[0], Decoded),
+        "seconds_per_token": median(map(seconds_per_token, outputs)),
+        "speedup": ratio(plain, outputs),
         "acceptance_length": metrics.acceptance_length(sum(s.tokens for s in stats), sum(s.passes for s in stats)),
         "phases": {phase: spent / sum(passes.values()) for phase, spent in passes.items()} or None,
         "texts": {
-            "checked": len(runs),
-            "equal": sum(run.tokens == other.tokens for run, other in zip(runs, plain, strict=True)),
+            "checked": len(outputs),
+            "equal": sum(output.tokens == other.tokens for output, other in zip(outputs, plain, strict=True)),
         },
     }
 
 
 def texts(rows: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    return {name: sum(found["texts"][name] for found in rows) for name in ("checked", "equal")}
+    return {name: sum(row["texts"][name] for row in rows) for name in ("checked", "equal")}
 
 
-def pace(run: Run | Reference) -> float:
-    """Seconds per token."""
-    return run.seconds / len(run.tokens)
+def seconds_per_token(output: Output) -> float:
+    return output.seconds / len(output.tokens)
 
 
-def ratio(runs: Sequence[Run | Reference], others: Sequence[Run | Reference]) -> float:
-    """Seconds per token over the others', the median over the prompts."""
-    return median(pace(run) / pace(other) for run, other in zip(runs, others, strict=True))
+def ratio(outputs: Sequence[Output], others: Sequence[Output]) -> float:
+    """Seconds per token / the others', the median over the prompts."""
+    pairs = zip(map(seconds_per_token, outputs), map(seconds_per_token, others), strict=True)
+    return median(one / other for one, other in pairs)
 
 
-def surroundings(target: Target, options: BenchOptions) -> dict[str, Any]:
+def provenance(target: Target, options: BenchOptions) -> dict[str, Any]:
     """What the numbers depend on."""
+    dtypes = {"dtype": options.precision, "draft_dtype": target.drafting_dtype(options.draft_dtype)}
     return {
         "target": target.name,
-        "settings": asdict(options) | {"draft_dtype": target.drafting_dtype(options.draft_dtype)},
+        "settings": asdict(options) | dtypes,
         "machine": describe_machine(target.device) | {"device": str(target.device)},
         "versions": {"spechead": __version__} | {name: version(name) for name in ("torch", "transformers")},
     }
 
 
-def show(found: Mapping[str, Any]) -> None:
-    width = max(map(len, found["decoders"]))
+def print_results(results: Mapping[str, Any]) -> None:
+    width = max(map(len, results["decoders"]))
     print(f"{'decoder':<{width}}  s/token  speed-up  tokens/pass  outside the models  text as plain")
-    for name, row in found["decoders"].items():
+    for name, row in results["decoders"].items():
         tau = "-" if row["acceptance_length"] is None else f"{row['acceptance_length']:.2f}"
         outside = "-" if row["overhead_share"] is None else f"{row['overhead_share']:.1%}"
         same = "{equal}/{checked}".format(**row["texts"])
         times = f"{row['seconds_per_token']:>7.4f}  {row['speedup']:>8.2f}"
         print(f"{name:<{width}}  {times}  {tau:>11}  {outside:>18}  {same:>13}")
-    over = {PLAIN: found["plain_over_generate"]} | found["over_generate"]
-    print("\nseconds per token, ours / generate's: " + ", ".join(f"{name} {value:.2f}" for name, value in over.items()))
-    print(f"time of a pass over n tokens / over one, behind {found['v_past']} tokens:")
-    print("  n    " + "  ".join(f"{size:>5}" for size in found["v"]))
-    print("  v(n) " + "  ".join(f"{value:>5.2f}" for value in found["v"].values()))
-    for line in remarks(found):
+    over = {PLAIN: results["plain_over_generate"]} | results["over_generate"]
+    print(
+        "\nseconds per token, spechead / generate: " + ", ".join(f"{name} {value:.2f}" for name, value in over.items())
+    )
+    print(f"time of a pass over n tokens / over one, after {results['v_past']} tokens:")
+    print("  n    " + "  ".join(f"{size:>5}" for size in results["v"]))
+    print("  v(n) " + "  ".join(f"{value:>5.2f}" for value in results["v"].values()))
+    for line in remarks(results):
         print(f"\n{line}")
 
 
-def remarks(found: Mapping[str, Any]) -> list[str]:
-    """Which texts differ. Ours must not, in float32; elsewhere a near tie may fall the other way in a wider pass."""
-    said = []
-    ours, theirs, dtype = found["texts"], found["generate_texts"], found["settings"]["dtype"]
+def remarks(results: Mapping[str, Any]) -> list[str]:
+    """The outputs that differ. Ours must not in float32; in half precision a wider pass may turn a near tie."""
+    lines = []
+    ours, generates, dtype = results["texts"], results["generate_texts"], results["settings"]["dtype"]
     if ours["equal"] < ours["checked"]:
         alarm = "NOT LOSSLESS: " if dtype == "float32" else ""
-        said.append(f"{alarm}{ours['equal']} of {ours['checked']} texts with drafts equal plain decoding's in {dtype}")
-    if theirs["equal"] < theirs["checked"]:
-        said.append(f"generate wrote plain decoding's text {theirs['equal']} of {theirs['checked']} times")
-    return said
+        lines.append(f"{alarm}{ours['equal']} of {ours['checked']} texts with drafts equal plain decoding's in {dtype}")
+    if generates["equal"] < generates["checked"]:
+        lines.append(f"generate wrote plain decoding's text {generates['equal']} of {generates['checked']} times")
+    return lines
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from spechead.data.prompts import balanced, read_prompts
 from spechead.decoding.generate import Speculation
 from spechead.decoding.tree import chain
 from spechead.errors import UserError, first_line
-from spechead.evaluation.measure import DEFAULT_PROMPTS, Question, decode, describe_machine, questions
+from spechead.evaluation.measure import DEFAULT_PROMPTS, Question, decode, describe_machine, encode_prompts
 from spechead.evaluation.options import ModelOptions
 from spechead.files import make_folder, shipped, write_json
 from spechead.formats.export import ExportOptions, export
@@ -39,7 +39,7 @@ from spechead.options import parse
 from spechead.progress import Progress
 from spechead.target import bundled
 from spechead.target.model import Target
-from spechead.training.engine import free_port
+from spechead.training.distributed import free_port
 
 TOLERANCE = 0.02
 START_S, ANSWER_S = 900, 600  # longest waits
@@ -81,7 +81,7 @@ def main(argv: Sequence[str]) -> int:
         head=options.head[0], max_new_tokens=options.max_new_tokens, draft_dtype="float32", device="cpu"
     )
     target = models.load_target()
-    asked = questions(balanced(read_prompts(shipped(DEFAULT_PROMPTS)), options.prompts), target, models)
+    asked = encode_prompts(balanced(read_prompts(shipped(DEFAULT_PROMPTS)), options.prompts), target, models)
     plain = ask(options, target, asked, "plain").texts
     found: dict[str, dict[str, Any]] = {}
     for folder in options.head:

@@ -1,10 +1,8 @@
-"""`spechead generate`: stream one answer, colour what was drafted, and compare with plain decoding.
+"""`spechead generate`: stream one answer, colour its accepted drafts, and compare with plain decoding.
 
-The answer goes to standard output, everything about it to standard error. Knows nothing of how drafts are
-made or verified.
+The answer goes to standard output, everything about it to standard error.
 """
 
-import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -18,68 +16,64 @@ from spechead.decoding.detokenize import Decoder, Piece, StreamDetokenizer
 from spechead.decoding.generate import RANKED, Generation, OnCommit, generate
 from spechead.decoding.tree import Plan, parse_tree
 from spechead.drafters.base import Drafter, can_draft
-from spechead.drafters.parse import read_drafter
+from spechead.drafters.parse import parse_drafter
 from spechead.errors import UserError
+from spechead.evaluation.aggregate import first_difference
 from spechead.evaluation.options import DecodingOptions
 from spechead.heads import Head
 from spechead.target.model import Target
 
 # Of accepted drafts at depth 1, 2, ...; deeper ones take the last. Named colours follow the terminal's theme.
 COLOURS = ["green", "cyan", "blue", "magenta", "red", "yellow"]
-WARM_UP_TOKENS = 8
 
 
 @dataclass(kw_only=True)
 class GenerateOptions(DecodingOptions):
-    """One answer of the target, drafted by a head or by a drafter without training."""
+    """Decode one answer of the target, drafted by a head or by a training-free drafter."""
 
     prompt: str
-    """What the user says."""
+    """The user's message."""
     system: str = ""
-    """What the system turn says; empty: as the chat template has it."""
+    """The system turn; empty: the default of the chat template."""
     drafter: str = ""
-    """Drafter without training, in place of a head. prompt_lookup (n-grams of the text itself; as it stands
-    prompt_lookup:ngram=3,match=first, or match=latest); draft_model:FOLDER (a smaller model of the same tokenizer);
-    self:0-9,20-29 (the target's layers that are kept); staged:self:20-29+self:0-1 (the drafting of the first is itself
-    sped up by the second, prompt_lookup or a model; layers of the second count those that the first keeps: here they
-    are 20 and 21)."""
+    """Training-free drafter, in place of a head. prompt_lookup (n-grams of the sequence itself; the default is
+    prompt_lookup:ngram=3,match=first, or match=latest); draft_model:FOLDER (a smaller model with the same tokenizer);
+    self:0-9,20-29 (the target's layers to draft with); staged:self:20-29+self:0-1 (the second drafts for the first:
+    prompt_lookup, a model, or layers, whose numbers are relative to the first: here they are 20 and 21)."""
     tree: str = ""
-    """Shape to draft: chain:3, static:[[0],[1],[0,0]] or dynamic:nodes=15,depth=4,topk=3. With ,floor=0.1 behind it,
-    nothing is drafted behind a path less probable than that (prompt_lookup does not look at it). Empty: the drafter's
-    own."""
+    """Tree of drafts: chain:3, static:[[0],[1],[0,0]] or dynamic:nodes=15,depth=4,topk=3. Append ,floor=0.1 to stop
+    expanding paths below that probability (prompt_lookup ignores it). Empty: the drafter's own."""
     stop: list[str] = field(default_factory=list)
-    """Text that ends the answer, and is not shown itself. May be given several times."""
+    """String that ends the answer and is not shown. May be given several times."""
     plain: bool = True
-    """Decode once more without drafts and compare; --no-plain leaves it out."""
+    """Decode once more without drafts and compare; --no-plain skips it."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if bool(self.head) == bool(self.drafter):
-            raise UserError("what drafts? Give either --head or --drafter")
+            raise UserError("option drafter: give either --head or --drafter")
         plan = self.plan
         self.speculation(plan)
-        kind = read_drafter(self.drafter).kind if self.drafter else Head
+        kind = parse_drafter(self.drafter).kind if self.drafter else Head
         if plan is not None and not can_draft(kind, plan):
-            raise UserError(f"tree {plan} branches, which {self.drafter} cannot; use a tree such as chain:{plan.depth}")
-        if self.max_new_tokens < 1:
-            raise UserError(f"option max_new_tokens: must be at least 1, got {self.max_new_tokens}")
+            raise UserError(f"option tree: {plan} branches, {self.drafter} cannot; use chain:{plan.depth} or the like")
         if not self.prompt.strip():
-            raise UserError("option prompt: is empty")
+            raise UserError("option prompt: must not be empty")
 
     @property
     def plan(self) -> Plan | None:
         return parse_tree(self.tree) if self.tree else None
 
 
-def answer(options: GenerateOptions) -> None:
-    """Load, stream the answer, then say what it took."""
+def stream_answer(options: GenerateOptions) -> None:
+    """Load the models, stream the answer, then print its statistics."""
     notes = Console(stderr=True, highlight=False)
-    with notes.status("loading the target and what drafts for it"):
+    with notes.status("loading the target and its drafter"):
         target = options.load_target()
         drafter = options.load_drafter(options.drafter, target) if options.drafter else options.load_head(target)
-    ids = _prompt(options, target)
+    ids = _encode_prompt(options, target)
 
-    def run(drafter: Drafter | None, on_commit: OnCommit | None = None, cap: int = 0) -> Generation:
+    def decode(drafter: Drafter | None, on_commit: OnCommit | None = None, cap: int = 0) -> Generation:
         return generate(
             target,
             ids,
@@ -91,44 +85,46 @@ def answer(options: GenerateOptions) -> None:
             on_commit=on_commit,
         )
 
-    run(drafter, cap=WARM_UP_TOKENS)
+    decode(drafter, cap=8)  # warm up
     with Display(target.tokenizer, Console(highlight=False), notes, options.stop) as display:
-        drafted = run(drafter, display.commit)
+        drafted = decode(drafter, display.commit)
     if options.plain and notes.is_terminal:
         notes.print("decoding once more without drafts, to compare", style="dim")  # no spinner: it costs time
-    plain = run(None) if options.plain else None
-    notes.print(closing(options, drafted, plain, display.seconds), soft_wrap=True)
+    plain = decode(None) if options.plain else None
+    notes.print(statistics(options, drafted, plain, display.seconds), soft_wrap=True)
 
 
-def _prompt(options: GenerateOptions, target: Target) -> list[int]:
+def _encode_prompt(options: GenerateOptions, target: Target) -> list[int]:
     system = [{"role": "system", "content": options.system}] if options.system else []
     messages = [*system, {"role": "user", "content": options.prompt}]
     return prompt_ids(target.tokenizer, messages, options.template())
 
 
 class Display:
-    """The answer on the terminal, token by token; plain text where there is none."""
+    """Prints the answer token by token: coloured on a terminal, plain text elsewhere."""
 
     def __init__(self, tokenizer: Decoder, console: Console, notes: Console, stop: Sequence[str] = ()) -> None:
         self.stream = StreamDetokenizer(tokenizer, stop)
         self.console = console
         self.notes = notes
-        self.seconds = 0.0  # that passes spent on showing, which is not decoding
+        self.seconds = 0.0  # of passes, spent on printing and not on decoding
         self._begun = False
 
     def __enter__(self) -> "Display":
         if self.console.is_terminal:
             depths = [(f" {depth}", colour) for depth, colour in enumerate(COLOURS, start=1)]
-            legend = Text.assemble("accepted drafts by depth:", *depths, " and deeper; the rest is the target's own")
+            legend = Text.assemble(
+                "accepted drafts by depth:", *depths, " and deeper; the rest is the target's own"
+            )
             self.notes.print(legend, soft_wrap=True)
         return self
 
     def commit(self, tokens: Sequence[int], n_accepted: int) -> None:
-        """Show what one pass committed: its first `n_accepted` tokens were drafts."""
+        """Print the tokens that one pass committed; the first `n_accepted` are accepted drafts."""
         begin = time.perf_counter()
         for i, token in enumerate(tokens):
             self._show(self.stream.push(token, i + 1 if i < n_accepted else 0))
-        if self._begun:  # the first token is the prefill's, whose time no figure holds
+        if self._begun:  # the first token is the prefill's, whose time is in no figure
             self.seconds += time.perf_counter() - begin
         self._begun = True
 
@@ -147,14 +143,14 @@ class Display:
                 self.console.file.flush()
 
 
-def closing(
+def statistics(
     options: DecodingOptions, drafted: Generation, plain: Generation | None, display_seconds: float = 0.0
 ) -> str:
-    """Tokens per pass and per second, beside plain decoding where it ran, and what is known of the text."""
+    """Tokens per pass and per second, against plain decoding where it ran, and whether the text is equal."""
     stats = drafted.stats
     if not stats.passes:
-        return "the first token ended the answer: nothing was drafted"
-    ending = {"eos": "", "stop": "; ended by a stop string", "length": "; cut off, the model would write on"}
+        return "the answer ended with its first token: nothing was drafted"
+    ending = {"eos": "", "stop": "; ended by a stop string", "length": "; cut off at max_new_tokens"}
     mark = " (lossy)" if options.lossy else ""
     passes = f"{stats.tokens} tokens in {stats.passes} passes{ending[drafted.finish_reason]}"
     speed = tokens_per_second(drafted, display_seconds)
@@ -169,17 +165,12 @@ def closing(
     if options.lossy:
         lines.append(f"LOSSY: under the rule {rule} the text does not follow the target's distribution")
     elif not options.comparable:
-        lines.append(f"under the rule {rule} the text follows plain decoding's distribution, with other draws")
+        lines.append(f"under the rule {rule} the text follows plain decoding's distribution, with other samples")
     elif plain is not None:
         at = first_difference(drafted.tokens, plain.tokens)
         where = "is identical to" if at is None else f"from token {at} on differs from"
         lines.append(f"the text {where} plain decoding's")
     return "\n".join(lines)
-
-
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first position where two sequences differ, an end included; None if they are equal."""
-    return next((i for i, (x, y) in enumerate(itertools.zip_longest(a, b)) if x != y), None)
 
 
 def tokens_per_second(generation: Generation, display_seconds: float = 0.0) -> float:

@@ -1,132 +1,92 @@
-"""`spechead COMMAND`: a literal table from name to function. Knows nothing of how a command does its work.
+"""`spechead COMMAND`: the table of commands, and how a command ends.
 
-Each function imports what it needs, so that `spechead --help` answers at once.
+A command's module is imported when it runs, so that `spechead --help` answers at once.
 """
 
 import contextlib
 import difflib
 import errno
+import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from spechead import __version__, files
 from spechead.errors import UserError
 
 
-def train(argv: list[str]) -> None:
-    from spechead.training.recipe import Recipe
+@dataclass(frozen=True)
+class Command:
+    """Where a command is: its options class and its function in a module of spechead, and its line of help."""
 
-    recipe = Recipe.from_cli(argv, "spechead train")
-    from spechead.training.train import train
-
-    train(recipe)
-
-
-def evaluate(argv: list[str]) -> None:
-    from spechead.evaluation.evaluate import EvalOptions, evaluate
-    from spechead.options import parse
-
-    evaluate(parse(EvalOptions, argv, "spechead eval"))
+    module: str
+    options: str
+    function: str
+    help: str
+    positional: bool = False  # required options are bare words
+    short_out: bool = False  # -o is --out
 
 
-def generate(argv: list[str]) -> None:
-    from spechead.cli.generate import GenerateOptions, answer
-    from spechead.options import parse
-
-    answer(parse(GenerateOptions, argv, "spechead generate"))
-
-
-def synthesize(argv: list[str]) -> None:
-    from spechead.data.synthesis.synthesize import SynthesizeOptions, synthesize
-    from spechead.options import parse
-
-    synthesize(parse(SynthesizeOptions, argv, "spechead data synthesize"))
-
-
-def inspect(argv: list[str]) -> None:
-    from spechead.data.inspect import InspectOptions, inspect
-    from spechead.options import parse
-
-    inspect(parse(InspectOptions, argv, "spechead data inspect", positional=True))
-
-
-def extract_head(argv: list[str]) -> None:
-    from spechead.options import parse
-    from spechead.training.extract_head import ExtractOptions, extract_head
-
-    extract_head(parse(ExtractOptions, argv, "spechead extract-head", positional=True))
-
-
-def export(argv: list[str]) -> None:
-    from spechead.formats.export import ExportOptions, export
-    from spechead.options import parse
-
-    export(parse(ExportOptions, out_in_full(argv), "spechead export"))
-
-
-def import_head(argv: list[str]) -> None:
-    from spechead.formats.import_head import ImportOptions, import_head
-    from spechead.options import parse
-
-    import_head(parse(ImportOptions, out_in_full(argv), "spechead import", positional=True))
-
-
-def check(argv: list[str]) -> None:
-    from spechead.formats.check import CheckOptions, check
-    from spechead.options import parse
-
-    check(parse(CheckOptions, argv, "spechead check", positional=True))
-
-
-def push(argv: list[str]) -> None:
-    from spechead.formats.push import PushOptions, push
-    from spechead.options import parse
-
-    push(parse(PushOptions, argv, "spechead push", positional=True))
-
-
-def out_in_full(argv: list[str]) -> list[str]:
-    return ["--out" if word == "-o" else word for word in argv]
-
-
-def search_layers(argv: list[str]) -> None:
-    from spechead.evaluation.search_layers import SearchOptions, search
-    from spechead.options import parse
-
-    search(parse(SearchOptions, argv, "spechead search-layers"))
-
-
-def tune(argv: list[str]) -> None:
-    from spechead.evaluation.tune import TuneOptions, tune
-    from spechead.options import parse
-
-    tune(parse(TuneOptions, argv, "spechead tune"))
-
-
-def summary(argv: list[str]) -> None:
-    from spechead.evaluation.summary import SummaryOptions, summary
-    from spechead.options import parse
-
-    summary(parse(SummaryOptions, argv, "spechead summary", positional=True))
-
-
-COMMANDS: dict[str, tuple[Callable[[list[str]], None], str]] = {
-    "train": (train, "train a head as a recipe says; started again, it goes on where it was"),
-    "eval": (evaluate, "measure acceptance, speed-up and losslessness on held-out prompts"),
-    "generate": (generate, "stream an answer, with the accepted drafts coloured by depth"),
-    "data synthesize": (synthesize, "let the target write conversations to train on"),
-    "data inspect": (inspect, "show the supervised spans of a file, and what is dropped and why"),
-    "extract-head": (extract_head, "make a head of a checkpoint, also of a run that did not end"),
-    "export": (export, "write a head in the form of vLLM, SGLang, llama.cpp and others"),
-    "import": (import_head, "make a head of files that another project or server loads"),
-    "check": (check, "check an exported head: names, shapes, settings, and the drafts themselves"),
-    "push": (push, "upload an exported head to the Hugging Face hub, privately unless told otherwise"),
-    "search-layers": (search_layers, "find layers that a target may leave out when it drafts for itself"),
-    "tune": (tune, "choose the tree with which a head drafts fastest on this machine"),
-    "summary": (summary, "show a run's figures, its files and what to try next"),
+COMMANDS = {
+    "train": Command("training.train", "Recipe", "train", "train a head from a recipe; the same command resumes"),
+    "eval": Command("evaluation.evaluate", "EvalOptions", "evaluate", "measure acceptance, speed-up and losslessness"),
+    "generate": Command(
+        "cli.generate", "GenerateOptions", "stream_answer", "stream an answer, accepted drafts coloured by depth"
+    ),
+    "data synthesize": Command(
+        "data.synthesis.synthesize", "SynthesizeOptions", "synthesize", "let the target write training conversations"
+    ),
+    "data inspect": Command(
+        "data.inspect", "InspectOptions", "inspect", "show a file's supervised spans, and what is dropped", True
+    ),
+    "extract-head": Command(
+        "training.extract_head", "ExtractOptions", "extract_head", "extract a head from any checkpoint of a run", True
+    ),
+    "export": Command(
+        *("formats.export", "ExportOptions", "export"),
+        help="write a head in the format of vLLM, SGLang, llama.cpp and others",
+        short_out=True,
+    ),
+    "import": Command(
+        *("formats.import_head", "ImportOptions", "import_head"),
+        help="convert a published head of another project or server",
+        positional=True,
+        short_out=True,
+    ),
+    "check": Command(
+        "formats.check", "CheckOptions", "check", "check an exported head: names, shapes, settings, drafts", True
+    ),
+    "push": Command(
+        "formats.push", "PushOptions", "push", "upload an exported head to the Hugging Face hub, privately", True
+    ),
+    "search-layers": Command(
+        *("evaluation.search_layers", "SearchOptions", "search"),
+        help="find layers that a target may skip when it drafts for itself",
+    ),
+    "tune": Command("evaluation.tune", "TuneOptions", "tune", "choose the tree with which a head drafts fastest here"),
+    "summary": Command(
+        "evaluation.summary", "SummaryOptions", "summary", "show a run's figures, its files and what to try next", True
+    ),
 }
+
+
+def run(name: str, argv: Sequence[str]) -> None:
+    """Parse a command's options and call its function."""
+    command, prog = COMMANDS[name], f"spechead {name}"
+    options: Any
+    if name == "train":  # a recipe's options come from a file, too, and are checked before torch is imported
+        options = importlib.import_module("spechead.training.recipe").Recipe.from_cli(list(argv), prog)
+        module = importlib.import_module(f"spechead.{command.module}")
+    else:
+        from spechead.options import parse
+
+        module = importlib.import_module(f"spechead.{command.module}")
+        words = ["--out" if command.short_out and word == "-o" else word for word in argv]
+        options = parse(getattr(module, command.options), words, prog, positional=command.positional)
+    getattr(module, command.function)(options)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -136,10 +96,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         if words[:1] == ["--version"]:
             print(f"spechead {__version__}")
             return
-        for name, (command, _) in COMMANDS.items():
+        for name in COMMANDS:
             length = len(name.split())
             if " ".join(words[:length]) == name:
-                return command(words[length:])
+                return run(name, words[length:])
         if not words or {"-h", "--help"} & set(words):
             print(usage(words[:1]))
             return
@@ -148,14 +108,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def usage(group: Sequence[str] = ()) -> str:
     """The table of commands; with a group such as data, only its own."""
-    shown = {n: text for n, (_, text) in COMMANDS.items() if n.split()[:1] == list(group)}
-    shown = shown or {n: text for n, (_, text) in COMMANDS.items()}
-    lines = [f"  {name:<18}{text}" for name, text in shown.items()]
+    shown = [name for name in COMMANDS if name.split()[:1] == list(group)] or list(COMMANDS)
     return "\n".join(
         [
             "usage: spechead COMMAND [options]",
             "",
-            *lines,
+            *(f"  {name:<18}{COMMANDS[name].help}" for name in shown),
             "",
             "spechead COMMAND --help lists its options; in their names - and _ are the same.",
         ]
@@ -173,7 +131,7 @@ def unknown_command(words: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the program with one line, not a traceback, where the user or the machine is to blame."""
+    """End the program with one line, not a traceback, for a mistake of the user or a failure of the machine."""
     try:
         yield
     except UserError as error:
@@ -181,7 +139,7 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         fail("interrupted", code=130)
     except BrokenPipeError:
-        # Whoever read us has left; writing again while Python closes stdout would complain once more.
+        # The reader has closed the pipe; flushing stdout at exit would raise once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
@@ -191,8 +149,8 @@ def one_line_errors() -> Iterator[None]:
 
 
 def fail(message: str, code: int = 2) -> None:
-    """Print the message and exit. Of the processes of a torchrun job only one should speak: the others wait
-    for torchrun to end them, and speak if it does not, as when they alone have failed."""
+    """Print the message and exit. Of the processes of a torchrun job only the first should print: the others wait
+    for torchrun to end them, and print if it does not, as when they alone have failed."""
     if os.environ.get("RANK", "0") != "0":
         time.sleep(3)
     print(f"spechead: error: {message}" if code == 2 else f"spechead: {message}", file=sys.stderr)

@@ -198,7 +198,7 @@ class Tokenized:
 
 def no_span(tokenizer: Any) -> TemplateError:
     return TemplateError(
-        f"the chat template of {template_name(tokenizer)} drops the content of a turn: the assistant's tokens cannot be located"
+        f"the chat template of {template_name(tokenizer)} hides where an assistant turn begins or ends"
     )
 
 

@@ -1,7 +1,4 @@
-"""From the runs of an evaluation to the numbers of its report. Pure arithmetic on counts and seconds.
-
-Knows nothing of models or files. The definitions are those of metrics.py.
-"""
+"""Pool decoded prompts into the numbers of a report, by the definitions of metrics.py."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,13 +12,13 @@ from spechead.decoding.generate import Stats
 
 
 @dataclass
-class Run:
+class Decoded:
     """One prompt decoded in one way."""
 
     tokens: list[int]
     seconds: float  # of the whole generation, prefill included
     stats: Stats
-    commits: list[tuple[list[int], int]] = field(default_factory=list)  # what on_commit said
+    commits: list[tuple[list[int], int]] = field(default_factory=list)  # (tokens, accepted drafts) of each pass
 
 
 @dataclass
@@ -30,23 +27,23 @@ class Reference:
 
     tokens: list[int]
     seconds: float
-    comparable: bool = True  # False: sampled, from other random numbers than plain decoding
+    comparable: bool = True  # False: sampled, with other random numbers than plain decoding
 
 
 @dataclass
 class Comparison:
-    """One prompt: plain beside speculative."""
+    """One prompt, decoded plainly and speculatively."""
 
     prompt: Prompt
-    plain: Run
-    speculative: Run
+    plain: Decoded
+    speculative: Decoded
     reference: Reference | None = None
     divergence: dict[str, Any] | None = None  # None: the tokens are equal
-    comparable: bool = True  # False: equality is not asked for, since the rule draws otherwise or is lossy
+    comparable: bool = True  # False: equality is not required: the rule samples differently or is lossy
 
 
 def divergence(prompt: Prompt, plain: Sequence[int], speculative: Sequence[int]) -> dict[str, Any] | None:
-    """The first position where two runs of a prompt differ; a token is None where its run had ended."""
+    """The first position where two outputs of a prompt differ; a token is None if its output had ended."""
     position = first_difference(plain, speculative)
     if position is None:
         return None
@@ -64,8 +61,8 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return next((i for i, (x, y) in enumerate(zip_longest(a, b)) if x != y), None)
 
 
-def suite(pairs: Sequence[Comparison], about: dict[str, Any]) -> dict[str, Any]:
-    """The report's entry for a set of prompts decoded in one way, which `about` describes."""
+def suite_entry(pairs: Sequence[Comparison], labels: dict[str, Any]) -> dict[str, Any]:
+    """The report's entry of a suite: a set of prompts decoded in one way, which `labels` describe."""
     stats = [pair.speculative.stats for pair in pairs]
     passes, tokens = sum(s.passes for s in stats), sum(s.tokens for s in stats)
     drafted = [d for s in stats for d in s.drafted]
@@ -74,7 +71,7 @@ def suite(pairs: Sequence[Comparison], about: dict[str, Any]) -> dict[str, Any]:
     divergences = [pair.divergence for pair in pairs if pair.divergence is not None]
     checked = sum(pair.comparable for pair in pairs)
     return {
-        **about,
+        **labels,
         "prompts": len(pairs),
         "passes": passes,
         "tokens": tokens,
@@ -99,13 +96,13 @@ def suite(pairs: Sequence[Comparison], about: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rows(pairs: Sequence[Comparison], about: dict[str, Any]) -> list[dict[str, Any]]:
-    """One short row a prompt, from which every pooled number can be formed again."""
+def prompt_rows(pairs: Sequence[Comparison], labels: dict[str, Any]) -> list[dict[str, Any]]:
+    """One short row per prompt, from which the pooled numbers can be computed again."""
     return [
         {
             "prompt": pair.prompt.question_id,
             "category": pair.prompt.category,
-            **about,
+            **labels,
             "tokens": len(pair.speculative.tokens),
             "passes": pair.speculative.stats.passes,
             "committed": pair.speculative.stats.tokens,
@@ -118,10 +115,10 @@ def rows(pairs: Sequence[Comparison], about: dict[str, Any]) -> list[dict[str, A
     ]
 
 
-def predicted(entry: dict[str, Any], v: float) -> dict[str, Any]:
-    """The speed model for a suite, without prefill: v as measured apart, the rest as it was per pass.
+def prediction(entry: dict[str, Any], v: float) -> dict[str, Any]:
+    """The speed model for a suite, without prefill: v is measured separately, the rest is the suite's own per pass.
 
-    Far from the measured speed-up, decoding spends time that the model does not know.
+    If it is far from the measured speed-up, decoding spends time that the model does not cover.
     """
     costs, tau = entry["costs"], entry["acceptance_length"]
     if costs is None or tau is None:
@@ -136,7 +133,7 @@ Quad = tuple[float, float, float, float]  # plain seconds, plain tokens, specula
 
 
 def _seconds_and_tokens(pair: Comparison, prefill: bool = True) -> Quad:
-    """Without prefill, the first token is left out too: the prefill gives it."""
+    """Without prefill, the first token is left out too: the prefill yields it."""
     if prefill:
         return (
             pair.plain.seconds,
@@ -144,12 +141,12 @@ def _seconds_and_tokens(pair: Comparison, prefill: bool = True) -> Quad:
             pair.speculative.seconds,
             len(pair.speculative.tokens),
         )
-    plain, ours = pair.plain, pair.speculative
+    plain, speculative = pair.plain, pair.speculative
     return (
         plain.seconds - plain.stats.seconds["prefill"],
         len(plain.tokens) - 1,
-        ours.seconds - ours.stats.seconds["prefill"],
-        len(ours.tokens) - 1,
+        speculative.seconds - speculative.stats.seconds["prefill"],
+        len(speculative.tokens) - 1,
     )
 
 
@@ -168,7 +165,7 @@ def _speed(quads: Sequence[Quad]) -> dict[str, Any]:
 
 
 def _generate_ratio(pairs: Sequence[Comparison]) -> float | None:
-    """Plain seconds per token / generate's, on the prompts that both ran; above 1, plain is slower."""
+    """Plain seconds per token / generate's, on the prompts that both decoded; above 1, plain is slower."""
     both = [(pair.plain, pair.reference) for pair in pairs if pair.reference is not None]
     if not both:
         return None
@@ -182,13 +179,13 @@ def _generate_ratio(pairs: Sequence[Comparison]) -> float | None:
 
 def _generate_equal(pairs: Sequence[Comparison]) -> dict[str, int]:
     references = [(pair.plain, pair.reference) for pair in pairs if pair.reference is not None]
-    both = [(plain, theirs) for plain, theirs in references if theirs.comparable]
-    return {"checked": len(both), "equal": sum(plain.tokens == theirs.tokens for plain, theirs in both)}
+    both = [(plain, reference) for plain, reference in references if reference.comparable]
+    return {"checked": len(both), "equal": sum(plain.tokens == reference.tokens for plain, reference in both)}
 
 
-def _phases(runs: Sequence[Run]) -> dict[str, float]:
-    """Seconds by phase of a report: `keep` counts towards commit, `accept` towards other."""
-    spent = [run.stats.seconds for run in runs]
+def _phases(outputs: Sequence[Decoded]) -> dict[str, float]:
+    """Seconds by the phases of a report, in which `keep` counts towards commit and `accept` towards other."""
+    spent = [output.stats.seconds for output in outputs]
     total = {phase: sum(s[phase] for s in spent) for phase in ("draft", "verify", "commit", "other", "prefill")}
     total["commit"] += sum(s.get("keep", 0.0) for s in spent)
     total["other"] += sum(s.get("accept", 0.0) for s in spent)
@@ -196,13 +193,13 @@ def _phases(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _costs(pairs: Sequence[Comparison]) -> dict[str, float] | None:
-    """What a speculative pass costs, in plain passes: verifying, drafting, the rest; their sum is the
-    acceptance length at which speculation breaks even."""
-    plain, ours = [pair.plain for pair in pairs], [pair.speculative for pair in pairs]
-    plain_passes, passes = (sum(run.stats.passes for run in runs) for runs in (plain, ours))
+    """The cost of a speculative pass in plain passes: verifying, drafting, the rest; their sum is the acceptance
+    length at which speculation breaks even."""
+    plain, speculative = [pair.plain for pair in pairs], [pair.speculative for pair in pairs]
+    plain_passes, passes = (sum(output.stats.passes for output in way) for way in (plain, speculative))
     if not plain_passes or not passes:
         return None
-    spent, base = _phases(ours), _phases(plain)
+    spent, base = _phases(speculative), _phases(plain)
     unit = sum(base[phase] for phase in ("draft", "verify", "commit", "other")) / plain_passes
     verify, draft = spent["verify"] / passes / unit, spent["draft"] / passes / unit
     rest = (spent["commit"] + spent["other"]) / passes / unit

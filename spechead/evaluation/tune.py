@@ -37,12 +37,12 @@ from spechead.decoding.random_source import SeededSource
 from spechead.decoding.sampling import Drawing
 from spechead.decoding.tree import Plan, Static, chain
 from spechead.errors import UserError
-from spechead.evaluation.aggregate import Comparison, suite
-from spechead.evaluation.measure import DEFAULT_PROMPTS, SIZES, Question, decode, passes_by_size, questions
+from spechead.evaluation.aggregate import Comparison, suite_entry
+from spechead.evaluation.measure import DEFAULT_PROMPTS, SIZES, Question, decode, encode_prompts, passes_by_size
 from spechead.evaluation.options import ModelOptions
 from spechead.files import shipped
 from spechead.heads import Head
-from spechead.heads.files import head_data, save_tree
+from spechead.heads.files import read_info, save_tree
 from spechead.progress import Progress
 from spechead.target.model import Target, TargetOutput
 from spechead.training.recipe import DataConfig
@@ -166,7 +166,7 @@ def split_of(folder: Path) -> tuple[DataConfig, int]:
 
     Tells on standard error where nothing sure was held out.
     """
-    known = head_data(folder)
+    known = read_info(folder).data
     default, seed = DataConfig(), int(known.pop("seed", 0))
     data = DataConfig(**known)
     if data.validation_share and all(Path(source).is_file() for source in data.sources()):
@@ -188,7 +188,7 @@ def _samples(
 
 def _answered(prompts: Sequence[Prompt], options: TuneOptions, target: Target) -> list[Sample]:
     """The prompts with the target's own greedy answers, by the plain decoder."""
-    asked = questions(balanced(prompts, options.limit), target, options)
+    asked = encode_prompts(balanced(prompts, options.limit), target, options)
     texts = []
     with Progress("the target answers", len(asked), "prompt") as progress:
         for number, question in enumerate(asked):
@@ -412,7 +412,7 @@ def measure_costs(head: Head, texts: Sequence[Sample], depth: int) -> Costs:
     for question in asked:
         plain = decode(target, question, speculation=RANKED)
         pairs.append(Comparison(question.prompt, plain, decode(target, question, head, speculation=speculation)))
-    found = suite(pairs, {})["costs"]
+    found = suite_entry(pairs, {})["costs"]
     if found is None:
         raise UserError("every answer ended with its first token: nothing can be timed; give --nodes, or other texts")
     levels = median(level for pair in pairs for level in pair.speculative.stats.drafted)

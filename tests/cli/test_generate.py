@@ -8,10 +8,11 @@ import torch
 from rich.console import Console
 
 from spechead.cli import generate
-from spechead.cli.generate import Display, GenerateOptions, closing, first_difference
+from spechead.cli.generate import Display, GenerateOptions, statistics
 from spechead.decoding.generate import Generation, Stats
 from spechead.errors import UserError
 from spechead.evaluation import options as decoding
+from spechead.heads.files import HeadInfo
 from spechead.options import parse
 from spechead.target.model import Target
 from tests.helpers.targets import make_target
@@ -108,41 +109,44 @@ def test_showing_is_timed_as_a_whole_and_only_in_passes(monkeypatch: pytest.Monk
     assert Slow.now > 6.0 and display.seconds == 4.0, "what is shown at the end is shown after the clock"
 
 
-def test_closing_figures() -> None:
+def test_statistics() -> None:
     drafted, plain = generation([1, 2, 3, 4, 5, 6, 7], 3, 1.5), generation([1, 2, 3, 4, 5, 6, 7], 6, 2.0)
-    assert closing(options(), drafted, plain, display_seconds=0.5).splitlines() == [
+    assert statistics(options(), drafted, plain, display_seconds=0.5).splitlines() == [
         "2.00 tokens per pass (6 tokens in 3 passes)",
         "6.0 tokens per second, plain decoding 3.0: x2.00",
         "the text is identical to plain decoding's",
     ]
-    assert closing(options(), drafted, None).splitlines()[1:] == ["4.0 tokens per second"]
+    assert statistics(options(), drafted, None).splitlines()[1:] == ["4.0 tokens per second"]
     other = generation([1, 2, 9], 2, 1.0)
-    assert closing(options(), drafted, other).endswith("the text from token 2 on differs from plain decoding's")
-    assert closing(options(), generation([1], 0, 0.0), plain) == "the first token ended the answer: nothing was drafted"
+    assert statistics(options(), drafted, other).endswith("the text from token 2 on differs from plain decoding's")
+    assert (
+        statistics(options(), generation([1], 0, 0.0), plain)
+        == "the answer ended with its first token: nothing was drafted"
+    )
 
 
 @pytest.mark.parametrize(
-    ("reason", "said"), [("eos", ""), ("stop", "; ended by a stop string"), ("length", "; cut off, the model ")]
+    ("reason", "said"), [("eos", ""), ("stop", "; ended by a stop string"), ("length", "; cut off at max_new_tokens")]
 )
-def test_closing_says_why_an_answer_ended_where_the_reader_may_wonder(reason: str, said: str) -> None:
+def test_statistics_name_the_reason_of_an_unusual_end(reason: str, said: str) -> None:
     drafted = generation([1, 2, 3], 1, 1.0)
     drafted.finish_reason = reason
-    assert f"(2 tokens in 1 passes{said}" in closing(options(), drafted, None)
+    assert f"(2 tokens in 1 passes{said}" in statistics(options(), drafted, None)
 
 
-def test_closing_compares_only_text_that_must_be_equal() -> None:
+def test_statistics_compare_only_text_that_must_be_equal() -> None:
     drafted, plain = generation([1, 2, 3], 1, 1.0), generation([1, 2, 4], 2, 1.0)
     sampled: dict[str, Any] = {"temperature": 1.0, "draft_temperature": 1.0}
     for rule in ("", "rejection", "block"):
-        last = closing(options(rule=rule, **sampled), drafted, plain).splitlines()[-1]
+        last = statistics(options(rule=rule, **sampled), drafted, plain).splitlines()[-1]
         assert last.startswith(f"under the rule {rule or 'rejection'} the text follows plain decoding's distribution")
     for more in ({"rule": "exact_match", **sampled}, sampled | {"temperature": 0.0}, {"temperature": 1.0}):
-        assert "differs from plain decoding's" in closing(options(**more), drafted, plain)
+        assert "differs from plain decoding's" in statistics(options(**more), drafted, plain)
 
 
 def test_every_figure_of_a_lossy_rule_is_marked() -> None:
     drafted = generation([1, 2, 3], 1, 1.0)
-    assert closing(options(rule="typical"), drafted, generation([1, 2, 3], 2, 2.0)).splitlines() == [
+    assert statistics(options(rule="typical"), drafted, generation([1, 2, 3], 2, 2.0)).splitlines() == [
         "2.00 tokens per pass (lossy) (2 tokens in 1 passes)",
         "2.0 tokens per second (lossy), plain decoding 1.0: x2.00 (lossy)",
         "LOSSY: under the rule typical the text does not follow the target's distribution",
@@ -150,38 +154,31 @@ def test_every_figure_of_a_lossy_rule_is_marked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "at"), [([1, 2], [1, 2], None), ([1, 2], [1, 3], 1), ([1], [1, 2], 1), ([], [], None)]
-)
-def test_first_difference(a: list[int], b: list[int], at: int | None) -> None:
-    assert first_difference(a, b) == at
-
-
-@pytest.mark.parametrize(
     ("wrong", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens"),
         ({"prompt": "  "}, "prompt"),
-        ({"head": ""}, "no target: give --target, or --head"),
-        ({"head": "", "drafter": "prompt_lookup"}, "no target: give --target, or --head"),
+        ({"head": ""}, "option target: is empty; give --target, or --head"),
+        ({"head": "", "drafter": "prompt_lookup"}, "option target: is empty; give --target, or --head"),
         ({"head": "", "target": "t"}, "either --head or --drafter"),
         ({"drafter": "prompt_lookup"}, "either --head or --drafter"),
-        ({"rule": "hope"}, "rule 'hope' is unknown; known are exact_match, rejection, block, typical"),
-        ({"rule": "block"}, "rule 'block' judges sampled drafts"),
-        ({"draft_temperature": -1.0}, "draft-temperature -1.0"),
-        ({"tree": "dynamic:nodes=8,depth=4,topk=3", "draft_temperature": 1.0}, "cannot sample them"),
+        ({"rule": "hope"}, "option rule: must be one of exact_match, rejection, block, typical, got 'hope'"),
+        ({"rule": "block"}, "option rule: block needs sampled drafts"),
+        ({"draft_temperature": -1.0}, "option draft_temperature: must be at least 0, got -1.0"),
+        ({"tree": "dynamic:nodes=8,depth=4,topk=3", "draft_temperature": 1.0}, "cannot sample its drafts"),
         ({"tree": "bush"}, "bush"),
         (
             {"tree": "static:[[0],[1]]", "rule": "block", "draft_temperature": 1.0},
-            r"rule 'block' judges chains, tree static:\[\[0\],\[1\]\] is none; use chain:1",
+            r"option rule: block needs a chain, not static:\[\[0\],\[1\]\]; use chain:1",
         ),
         ({"head": "", "target": "t", "drafter": "prompt_look"}, "drafter 'prompt_look' is not understood"),
         (
             {"head": "", "target": "t", "drafter": "prompt_lookup", "tree": "dynamic:nodes=8,depth=4,topk=3"},
-            "tree dynamic:nodes=8,depth=4,topk=3 branches, which prompt_lookup cannot; use a tree such as chain:4",
+            "option tree: dynamic:nodes=8,depth=4,topk=3 branches, prompt_lookup cannot; use chain:4",
         ),
-        ({"draft_dtype": "int4"}, "draft-dtype 'int4'"),
-        ({"min_p": 1.0}, "min-p 1.0"),
-        ({"repetition_penalty": 0.0}, "repetition-penalty 0.0"),
+        ({"draft_dtype": "int4"}, "option draft_dtype: 'int4'"),
+        ({"min_p": 1.0}, "option min_p: must be at least 0 and below 1, got 1.0"),
+        ({"repetition_penalty": 0.0}, "option repetition_penalty: must be above 0, got 0.0"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_loaded(wrong: dict[str, Any], message: str) -> None:
@@ -201,10 +198,10 @@ def test_options_reach_the_command_from_flags(capsys: pytest.CaptureFixture[str]
     for words in (
         "Folder of a trained head.",
         "typical: Medusa's, LOSSY",
-        "Text that ends the answer",
+        "String that ends the answer",
         "prompt_lookup:ngram=3,match=first",
-        "With ,floor=0.1 behind it",
-        "layers of the second count those that the first keeps",
+        "Append ,floor=0.1 to stop",
+        "whose numbers are relative to the first",
     ):
         assert words in shown
 
@@ -236,16 +233,14 @@ def test_the_whole_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
             given["on_commit"]([105, 33], 1)
         return generation([72, 105, 33], 1 if drafter else 2, 1.0)
 
-    monkeypatch.setattr(decoding, "Target", FakeTarget)
-    monkeypatch.setattr(decoding, "head_target", lambda folder: f"target of {folder}")
-    monkeypatch.setattr(decoding, "head_adapter", lambda _: "")
-    monkeypatch.setattr(decoding, "head_template_kwargs", lambda _: {"style": "short"})
-    monkeypatch.setattr(decoding, "head_in_four_bits", lambda _: False)
+    monkeypatch.setattr("spechead.target.options.Target", FakeTarget)
+    meta = {"template_kwargs": {"style": "short"}}
+    monkeypatch.setattr(decoding, "read_info", lambda folder: HeadInfo(folder, target=f"target of {folder}", meta=meta))
     monkeypatch.setattr(decoding, "load_head", lambda folder, target, **_: "head")
     monkeypatch.setattr(generate, "prompt_ids", encode)
     monkeypatch.setattr(generate, "generate", fake_generate)
     sampled: dict[str, Any] = {"temperature": 0.5, "draft_temperature": 0.7}
-    generate.answer(options(head="folder", prompt="Hi", system="Be brief.", tree="chain:2", **sampled))
+    generate.stream_answer(options(head="folder", prompt="Hi", system="Be brief.", tree="chain:2", **sampled))
     captured = capsys.readouterr()
     assert captured.out == "Hi!\n"
     assert captured.err.splitlines()[:2] == [
@@ -261,20 +256,20 @@ def test_the_whole_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     ]
 
 
-def test_a_drafter_without_training_and_a_stop_string(
+def test_a_training_free_drafter_and_a_stop_string(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = make_target()
     monkeypatch.setattr(Target, "load", classmethod(lambda cls, name, **_: target))
     more = {"head": "", "target": "tiny", "max_new_tokens": 24}
-    generate.answer(options(drafter="self:0-6", **more))  # all layers: every draft is right
+    generate.stream_answer(options(drafter="self:0-6", **more))  # all layers: every draft is right
     whole = capsys.readouterr()
     assert whole.err.splitlines()[-1] == "the text is identical to plain decoding's"
     assert "4.60 tokens per pass (23 tokens in 5 passes; cut off" in whole.err
     stop = whole.out[9:12]
-    generate.answer(options(drafter="prompt_lookup", stop=[stop, "nowhere"], **more))
+    generate.stream_answer(options(drafter="prompt_lookup", stop=[stop, "nowhere"], **more))
     cut = capsys.readouterr()
     assert cut.out == whole.out[: whole.out.index(stop)] + "\n"
     assert "; ended by a stop string)" in cut.err and cut.err.splitlines()[-1].endswith("identical to plain decoding's")
     with pytest.raises(UserError, match="prompt_lookup copies its drafts and cannot sample them"):
-        generate.answer(options(drafter="prompt_lookup", draft_temperature=1.0, **more))
+        generate.stream_answer(options(drafter="prompt_lookup", draft_temperature=1.0, **more))

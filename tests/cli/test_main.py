@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from spechead.cli import main
+from spechead.data.inspect import InspectOptions
 from spechead.errors import UserError
+from spechead.formats.export import ExportOptions
 
 
 def ends(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
@@ -26,10 +28,11 @@ def ends(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str,
 def command(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     """Put a command into the table that fails with `error`."""
 
-    def fails(argv: list[str]) -> None:
+    def fails(name: str, argv: list[str]) -> None:
         raise error
 
-    monkeypatch.setitem(main.COMMANDS, "fails", (fails, "fails"))
+    monkeypatch.setitem(main.COMMANDS, "fails", main.COMMANDS["summary"])
+    monkeypatch.setattr(main, "run", fails)
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])
@@ -84,10 +87,17 @@ def test_mistakes_end_in_one_line_and_code_2(argv: list[str], message: str, caps
 
 
 def test_words_reach_the_command_of_two_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[list[str]] = []
-    monkeypatch.setitem(main.COMMANDS, "data inspect", (seen.append, ""))
+    seen: list[InspectOptions] = []
+    monkeypatch.setattr("spechead.data.inspect.inspect", seen.append)
     main.main(["data", "inspect", "a.jsonl", "--limit", "3"])
-    assert seen == [["a.jsonl", "--limit", "3"]]
+    assert seen == [InspectOptions(file="a.jsonl", limit=3)]
+
+
+def test_export_takes_the_usual_short_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ExportOptions] = []
+    monkeypatch.setattr("spechead.formats.export.export", seen.append)
+    main.main(["export", "--head", "h", "--to", "vllm", "-o", "somewhere"])
+    assert seen[0].out == "somewhere"
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,8 @@ from spechead.drafters.draft_model import DraftModel
 from spechead.drafters.prompt_lookup import PromptLookup
 from spechead.drafters.self_speculative import SelfSpeculative
 from spechead.errors import UserError
-from spechead.evaluation.aggregate import Reference, Run
-from spechead.evaluation.measure import Mode, Question, modes
+from spechead.evaluation.aggregate import Decoded, Reference
+from spechead.evaluation.measure import Mode, Question, make_modes
 from spechead.heads import HEADS
 from spechead.heads.files import save_head
 from spechead.target.cache import KVCache
@@ -38,14 +38,14 @@ PROMPT = Prompt(0, "c", "?")
 # --------------------------------------------------------------------------------------- numbers, by hand
 
 
-def run(seconds: float, tokens: Sequence[int], passes: int, spent: Sequence[float] = (0, 1, 0, 0, 0)) -> Run:
+def run(seconds: float, tokens: Sequence[int], passes: int, spent: Sequence[float] = (0, 1, 0, 0, 0)) -> Decoded:
     """`spent`: seconds of draft, verify, accept, commit, other."""
     phases = dict(zip(("draft", "verify", "accept", "commit", "other"), spent, strict=True))
-    return Run(list(tokens), seconds, Stats(passes, len(tokens) - 1, seconds={"prefill": 100.0} | phases))
+    return Decoded(list(tokens), seconds, Stats(passes, len(tokens) - 1, seconds={"prefill": 100.0} | phases))
 
 
 LONG, SHORT = [5, 6, 7, 8, 9], [5, 6, 7]
-RUNS = {
+OUTPUTS: bench.Outputs = {
     "plain": [
         run(5.0, LONG, 4, (0.0, 3.0, 0.25, 0.25, 0.5)),
         run(6.0, SHORT, 2, (0.0, 3.0, 0.25, 0.25, 0.5)),
@@ -70,7 +70,7 @@ OUTSIDE = {"plain": 0.5, "head chain:3": 0.05, "prompt_lookup chain:3": 0.07, "p
 
 
 def test_ratios_are_medians_over_the_prompts() -> None:
-    found = bench.numbers(RUNS, OUTSIDE)
+    found = bench.numbers(OUTPUTS, OUTSIDE)
     assert found["plain_over_generate"] == 1.5
     assert found["over_generate"] == {"prompt_lookup chain:3": 0.5, "prompt_lookup chain:5": 1.0}
     assert found["lookup_over_generate_lookup"] == 0.5, "of the first tree"
@@ -86,7 +86,7 @@ def test_ratios_are_medians_over_the_prompts() -> None:
 
 
 def test_overhead_is_the_worst_drafters_and_phases_leave_the_prefill_out() -> None:
-    found = bench.numbers(RUNS, OUTSIDE)
+    found = bench.numbers(OUTPUTS, OUTSIDE)
     assert found["overhead_share"] == 0.07, "plain decoding drafts nothing"
     assert found["decoders"]["head chain:3"]["overhead_share"] == 0.05
     assert found["decoders"]["head chain:3"]["phases"] == {
@@ -99,21 +99,21 @@ def test_overhead_is_the_worst_drafters_and_phases_leave_the_prefill_out() -> No
 
 
 def shown(found: dict[str, Any], capsys: pytest.CaptureFixture[str], dtype: str = "float32") -> str:
-    bench.show(found | {"v": {"1": 1.0, "4": 1.25}, "v_past": 80, "settings": {"dtype": dtype}})
+    bench.print_results(found | {"v": {"1": 1.0, "4": 1.25}, "v_past": 80, "settings": {"dtype": dtype}})
     return str(capsys.readouterr().out)
 
 
 def test_texts_that_differ_are_an_alarm_only_where_they_are_ours(capsys: pytest.CaptureFixture[str]) -> None:
-    found = bench.numbers({name: runs for name, runs in RUNS.items() if name != "head chain:3"}, OUTSIDE)
+    found = bench.numbers({name: runs for name, runs in OUTPUTS.items() if name != "head chain:3"}, OUTSIDE)
     assert found["texts"] == {"checked": 6, "equal": 6}
     assert found["generate_texts"] == {"checked": 9, "equal": 8}
     text = shown(found, capsys)
     assert "NOT LOSSLESS" not in text and "generate wrote plain decoding's text 8 of 9 times" in text
-    assert "1.25" in text and "behind 80 tokens" in text
+    assert "1.25" in text and "after 80 tokens" in text
 
 
 def test_texts_of_ours_that_differ_are_an_alarm_only_in_float32(capsys: pytest.CaptureFixture[str]) -> None:
-    found = bench.numbers(RUNS, OUTSIDE)
+    found = bench.numbers(OUTPUTS, OUTSIDE)
     assert found["texts"] == {"checked": 9, "equal": 8}
     assert found["decoders"]["head chain:3"]["texts"] == {"checked": 3, "equal": 2}
     assert "NOT LOSSLESS: 8 of 9 texts with drafts equal plain decoding's in float32" in shown(found, capsys)
@@ -129,7 +129,7 @@ def test_decoders_take_turns_in_a_rotating_order_after_a_warm_up() -> None:
     calls: list[tuple[str, int]] = []
 
     def decoder(name: str) -> Any:
-        def decode(asked: Question) -> Run:
+        def decode(asked: Question) -> Decoded:
             calls.append((name, asked.max_new_tokens))
             return run(1.0, LONG, 4)
 
@@ -168,7 +168,7 @@ def test_overhead_is_what_passes_outside_of_modules(clock: Clock) -> None:
     target = make_target()
     asked = [question(range(5, 14), 200), question(range(8, 20), 200)]
     drafter = Modular()
-    mode = Mode("scripted", drafter, chain(3), asked=False, head=False)
+    mode = Mode("scripted", drafter, chain(3), requested=False, head=False)
     clock.slow(drafter, "propose", 10.0)
     clock.slow(drafter.inner, "forward", 3.0)
     clock.slow(target.decoder, "forward", 3.0)
@@ -193,12 +193,14 @@ def test_an_answer_without_a_pass_has_no_overhead() -> None:
 
 
 def lookup_mode(plan: Plan, ngram: int = 2, match: str = "first") -> Mode:
-    return Mode("prompt_lookup", PromptLookup(ngram, match), plan, asked=True, head=False)
+    return Mode("prompt_lookup", PromptLookup(ngram, match), plan, requested=True, head=False)
 
 
 def test_both_prompt_lookups_draft_the_same(target: Target) -> None:
     mode = lookup_mode(chain(3))
-    settings = bench.generates_own(target, mode).keywords
+    other = bench.counterpart(target, mode)
+    assert other is not None
+    settings = other.keywords
     like = PromptLookupCandidateGenerator(
         num_output_tokens=settings["prompt_lookup_num_tokens"],
         max_matching_ngram_size=settings["max_matching_ngram_size"],
@@ -207,7 +209,7 @@ def test_both_prompt_lookups_draft_the_same(target: Target) -> None:
     generator = torch.Generator().manual_seed(0)
     drafted = 0
     for _ in range(40):
-        text = torch.randint(5, 9, (12,), generator=generator)
+        text: Any = torch.randint(5, 9, (12,), generator=generator)
         state = mode.drafter.new_state(text[:-1])
         tree = mode.drafter.propose(state, text[1:], None, mode.plan)  # type: ignore[arg-type]
         theirs = like.get_candidates(text[None])[0][0, len(text) :]
@@ -223,8 +225,10 @@ def test_the_assistant_of_generate_drafts_as_many_tokens_as_ours(
     given: list[Any] = []
     monkeypatch.setattr(bench, "decode_by_generate", lambda *_, **settings: given.append(settings))
     for depth in (7, 3):
-        mode = Mode("draft_model:x", DraftModel(target, draft), chain(depth), asked=True, head=False)
-        bench.generates_own(target, mode)(question([5], 9))
+        mode = Mode("draft_model:x", DraftModel(target, draft), chain(depth), requested=True, head=False)
+        other = bench.counterpart(target, mode)
+        assert other is not None
+        other(question([5], 9))
         assert given.pop() == {"assistant_model": draft.model}
         config = draft.model.generation_config
         assert (config.num_assistant_tokens, config.num_assistant_tokens_schedule) == (depth, "constant")
@@ -236,23 +240,23 @@ def test_where_generate_has_no_like_it_is_not_measured(target: Target) -> None:
     tree = Static(((0,), (1,)))
     without = [
         lookup_mode(chain(3), match="latest"),
-        Mode("draft_model:x", draft, tree, asked=True, head=False),
-        Mode("draft_model:x", draft, chain(3, floor=0.2), asked=True, head=False),
-        Mode("self:0-3", SelfSpeculative(target, (0, 1, 2, 3)), chain(3), asked=True, head=False),
+        Mode("draft_model:x", draft, tree, requested=True, head=False),
+        Mode("draft_model:x", draft, chain(3, floor=0.2), requested=True, head=False),
+        Mode("self:0-3", SelfSpeculative(target, (0, 1, 2, 3)), chain(3), requested=True, head=False),
     ]
-    assert [bench.generates_own(target, mode) for mode in without] == [None] * 4
+    assert [bench.counterpart(target, mode) for mode in without] == [None] * 4
 
 
 def test_prompt_lookup_is_always_measured_and_trees_are_for_all_that_can_draft_them(target: Target) -> None:
     assert bench.BenchOptions().target == "smollm2-135m" and bench.BenchOptions(head="h").target == ""
     options = bench.BenchOptions(drafter=["self:0-3"], tree=["static:[[0],[1]]", "chain:2"])
-    found = modes(options, target)
+    found = make_modes(options, target)
     assert [mode.name for mode in found] == [
         "prompt_lookup chain:2",
         "self:0-3 static:[[0],[1]]",
         "self:0-3 chain:2",
     ]
-    assert list(bench.decoders(target, found)) == [
+    assert list(bench.make_decoders(target, found)) == [
         "plain",
         "generate",
         "prompt_lookup chain:2",
@@ -260,7 +264,8 @@ def test_prompt_lookup_is_always_measured_and_trees_are_for_all_that_can_draft_t
         "self:0-3 static:[[0],[1]]",
         "self:0-3 chain:2",
     ]
-    assert [mode.name for mode in modes(bench.BenchOptions(drafter=["prompt_lookup"]), target)] == ["prompt_lookup"]
+    [only] = make_modes(bench.BenchOptions(drafter=["prompt_lookup"]), target)
+    assert only.name == "prompt_lookup"
 
 
 # ------------------------------------------------------------------------------------------- the script
@@ -339,14 +344,14 @@ def test_a_target_of_few_positions_is_measured_as_far_as_it_goes() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--max-new-tokens", "1"], "max_new_tokens 1: must be 2 or more"),
-        (["--limit", "-1"], "limit -1: must be 0 or more"),
-        (["--head", "nowhere", "--tree", "bush:3"], "tree 'bush:3' is not understood"),
+        (["--max-new-tokens", "1"], "option max_new_tokens: must be at least 2, got 1"),
+        (["--limit", "-1"], "option limit: must be at least 0, got -1"),
+        (["--head", "nowhere", "--tree", "bush:3"], "option tree: 'bush:3' is not a tree"),
         (["--head", "nowhere"], "no head at nowhere"),
-        (["--json", "."], "json .: is a folder, a file is expected"),
+        (["--json", "."], "option json: . is a folder, name a file"),
         (["--drafters", "x"], "unknown option drafters (did you mean drafter?)"),
         (["--drafter", "self:0-3 chain:2"], "drafter 'self:0-3 chain:2' is not understood"),
-        (["--draft-dtype", "int8"], "draft-dtype 'int8' is not one of auto"),
+        (["--draft-dtype", "int8"], "option draft_dtype: 'int8' is not one of auto"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_loaded(
@@ -371,4 +376,5 @@ def test_options_of_loading_reach_the_target(monkeypatch: pytest.MonkeyPatch, fo
     flags = ["--target", "t", "--device", "cuda:1", "--trust-remote-code", "--dtype", "bfloat16"]
     with pytest.raises(UserError, match="enough"):
         bench.main([*flags, "--prompts", str(folder / "prompts.jsonl")])
-    assert given == {"name": "t", "adapter": "", "device": "cuda:1", "trust_remote_code": True, "dtype": "bfloat16"}
+    loaded = {"name": "t", "adapter": "", "device": "cuda:1", "trust_remote_code": True, "dtype": "bfloat16"}
+    assert given == loaded | {"pack": True}

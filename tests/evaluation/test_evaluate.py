@@ -21,7 +21,7 @@ from spechead.evaluation import evaluate, measure, page
 from spechead.evaluation import options as decoding
 from spechead.evaluation.evaluate import EvalOptions
 from spechead.heads import HEADS
-from spechead.heads.files import save_head
+from spechead.heads.files import HeadInfo, save_head
 from spechead.target.loading import native_bfloat16
 from spechead.target.model import Target
 from tests.helpers.drafters import Scripted
@@ -71,19 +71,15 @@ def use(monkeypatch: pytest.MonkeyPatch, target: Target) -> Use:
     def install(head: Any) -> None:
         monkeypatch.setattr(Target, "load", classmethod(lambda cls, name, **_: target))
         monkeypatch.setattr(decoding, "load_head", lambda *_, **__: head)
-        monkeypatch.setattr(decoding, "head_target", lambda _: "tiny-llama")
-        monkeypatch.setattr(decoding, "head_adapter", lambda _: "")
-        monkeypatch.setattr(decoding, "head_template_kwargs", lambda _: {})
-        monkeypatch.setattr(evaluate, "head_foreign", lambda _: "")
-        monkeypatch.setattr(decoding, "head_in_four_bits", lambda _: False)
+        monkeypatch.setattr(decoding, "read_info", lambda folder: HeadInfo(folder, target="tiny-llama"))
         monkeypatch.setattr(evaluate, "write_html", lambda *_: None)  # drawing takes longer than decoding here
 
     return install
 
 
 def options(file: Path, **more: Any) -> EvalOptions:
-    settings = {"max_new_tokens": 24, "generate_prompts": 0, "out": str(file.parent / "out")}
-    return EvalOptions(**{"head": "h", "prompts": str(file)} | settings | more)
+    settings: dict[str, Any] = {"head": "h", "prompts": str(file), "max_new_tokens": 24, "generate_prompts": 0}
+    return EvalOptions(**settings | {"out": str(file.parent / "out")} | more)
 
 
 def alone(file: Path, *drafters: str, **more: Any) -> EvalOptions:
@@ -266,11 +262,11 @@ def test_answers_are_cut_to_the_positions_of_the_target(
     [
         ({"prompts": "nowhere.jsonl"}, "cannot read the prompts nowhere.jsonl"),
         ({"tree": ["bush:3"]}, "bush:3"),
-        ({"limit": -1}, "limit -1"),
-        ({"generate_prompts": -2}, "generate_prompts -2"),
-        ({"max_new_tokens": 1}, "max_new_tokens 1"),
+        ({"limit": -1}, "option limit: must be at least 0, got -1"),
+        ({"generate_prompts": -2}, "option generate_prompts: must be at least 0, got -2"),
+        ({"max_new_tokens": 1}, "option max_new_tokens: must be at least 2, got 1"),
         ({"temperature": -1.0}, "option temperature: must be at least 0, got -1.0"),
-        ({"draft_dtype": "int8"}, "draft-dtype 'int8' is not one of auto, float32, bfloat16, float16"),
+        ({"draft_dtype": "int8"}, "option draft_dtype: 'int8' is not one of auto, float32, bfloat16, float16"),
         ({"drafter": ["self:0-3", "prompt_look"]}, "drafter 'prompt_look' is not understood"),
         (
             {"rule": "block", "tree": ["chain:2", "static:[[0],[1]]"], "draft_temperature": 1.0},
@@ -279,15 +275,15 @@ def test_answers_are_cut_to_the_positions_of_the_target(
         ({"rule": "hope"}, "option rule: must be one of exact_match, rejection, block, typical, got 'hope'"),
         ({"rule": "rejection"}, "option rule: rejection needs sampled drafts; set draft_temperature above 0"),
         ({"tree": ["chain:2", "dynamic:nodes=8,depth=4,topk=3"], "draft_temperature": 1.0}, "cannot sample its drafts"),
-        ({"head": ""}, "no target: give --target, or --head"),
-        ({"head": "", "drafter": ["prompt_lookup"]}, "no target: give --target, or --head"),
-        ({"head": "", "target": "tiny"}, "nothing to measure: give --head, --drafter or both"),
+        ({"head": ""}, "option target: is empty; give --target, or --head"),
+        ({"head": "", "drafter": ["prompt_lookup"]}, "option target: is empty; give --target, or --head"),
+        ({"head": "", "target": "tiny"}, "option drafter: nothing to measure; give --head, --drafter or both"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_loaded(
     prompts: Path, fake: FakeDecoder, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr(decoding, "head_target", lambda _: pytest.fail("loaded"))
+    monkeypatch.setattr(decoding, "read_info", lambda _: pytest.fail("loaded"))
     with pytest.raises(UserError, match=message):
         evaluate.evaluate(options(prompts, **more))
 
@@ -295,7 +291,7 @@ def test_mistakes_are_named_before_anything_is_loaded(
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(
     prompts: Path, fake: FakeDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoding, "head_target", lambda _: pytest.fail("loaded"))
+    monkeypatch.setattr(decoding, "read_info", lambda _: pytest.fail("loaded"))
     with pytest.raises(UserError, match=r"few\.jsonl"):
         evaluate.evaluate(options(prompts, out=str(prompts / "below")))
 

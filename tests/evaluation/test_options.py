@@ -9,6 +9,7 @@ from spechead.errors import UserError
 from spechead.evaluation import options as decoding
 from spechead.evaluation.options import DecodingOptions
 from spechead.files import write_json
+from spechead.heads.files import HeadInfo
 from spechead.target.loading import native_bfloat16
 from spechead.target.model import Target
 
@@ -34,11 +35,11 @@ def test_other_keywords_are_told(head: str, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_a_dtype_of_drafts_is_known_or_refused(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    with pytest.raises(UserError, match="draft-dtype 'int4' is not one of auto, float32, bfloat16, float16"):
+    with pytest.raises(UserError, match="option draft_dtype: 'int4' is not one of auto, float32, bfloat16, float16"):
         DecodingOptions(target="some", draft_dtype="int4")
     given: list[object] = []
     monkeypatch.setattr(decoding, "load_head", lambda folder, target, *, force, dtype: given.append(dtype))
-    monkeypatch.setattr(decoding, "head_in_four_bits", lambda _: False)
+    monkeypatch.setattr(decoding, "read_info", HeadInfo)
     for name in ("float32", "bfloat16", "auto"):
         DecodingOptions(head="h", draft_dtype=name).load_head(target)
     assert given[:2] == [torch.float32, torch.bfloat16]
@@ -47,7 +48,7 @@ def test_a_dtype_of_drafts_is_known_or_refused(monkeypatch: pytest.MonkeyPatch, 
 
 def test_a_draft_model_gets_what_was_asked_for(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
     given: list[object] = []
-    monkeypatch.setattr(decoding, "parse_drafter", lambda name, target, **more: given.append((name, more)))
+    monkeypatch.setattr(decoding, "load_drafter", lambda name, target, **more: given.append((name, more)))
     options = DecodingOptions(target="some", draft_dtype="float16", trust_remote_code=True)
     options.load_drafter("draft_model:x", target)
     assert given == [("draft_model:x", {"dtype": "float16", "trust_remote_code": True})]

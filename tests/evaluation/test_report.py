@@ -15,7 +15,7 @@ from rich.console import Console
 from spechead.data.prompts import Prompt
 from spechead.decoding.generate import Stats
 from spechead.evaluation import page, plots, report
-from spechead.evaluation.aggregate import Comparison, Reference, Run, divergence, predicted, suite
+from spechead.evaluation.aggregate import Comparison, Decoded, Reference, divergence, prediction, suite_entry
 
 SECONDS = {"prefill": 0.2, "draft": 0.3, "verify": 2.0, "commit": 0.1, "other": 0.1}
 PLAIN_SECONDS = {"prefill": 0.2, "draft": 0.0, "verify": 4.2, "commit": 0.1, "other": 0.1}
@@ -27,8 +27,8 @@ def comparison(number: int, category: str, accepted: list[int], wrong: bool = Fa
     tokens = list(range(1 + sum(committed)))
     stats = Stats(len(accepted), sum(committed), committed, [3] * len(accepted), accepted, SECONDS)
     passes = len(tokens) - 1
-    plain = Run(tokens, 4.6, Stats(passes, passes, [1] * passes, [0] * passes, [0] * passes, PLAIN_SECONDS))
-    ours = Run(tokens[:2] + [99] + tokens[3:] if wrong else tokens, 2.7, stats)
+    plain = Decoded(tokens, 4.6, Stats(passes, passes, [1] * passes, [0] * passes, [0] * passes, PLAIN_SECONDS))
+    ours = Decoded(tokens[:2] + [99] + tokens[3:] if wrong else tokens, 2.7, stats)
     prompt = Prompt(number, category, "?")
     return Comparison(prompt, plain, ours, Reference(tokens, 4.6), divergence(prompt, plain.tokens, ours.tokens))
 
@@ -41,13 +41,13 @@ def full_report(wrong: bool = False) -> dict[str, Any]:
     kinds = ["writing", "coding", "maths"]
     pairs = [comparison(i, kinds[i % 3], [3, 1 + i % 2, 0, 2, 1, 0], wrong=wrong and i == 4) for i in range(9)]
     suites = {
-        "held_out": suite(pairs, about("chain:3")),
-        "held_out@static:[[0],[1],[0,0]]": suite(pairs, about("static:[[0]]")),
+        "held_out": suite_entry(pairs, about("chain:3")),
+        "held_out@static:[[0],[1],[0,0]]": suite_entry(pairs, about("static:[[0]]")),
     }
     for entry in suites.values():
-        entry["predicted"] = predicted(entry, 1.1)
+        entry["predicted"] = prediction(entry, 1.1)
     for kind in kinds:
-        suites[f"held_out/{kind}"] = suite([p for p in pairs if p.prompt.category == kind], about("chain:3"))
+        suites[f"held_out/{kind}"] = suite_entry([p for p in pairs if p.prompt.category == kind], about("chain:3"))
     return {
         "schema": 1,
         "target": "smollm2-135m",
@@ -272,7 +272,7 @@ def test_plots_take_the_ink_of_the_page_and_repeat_exactly() -> None:
 
 @pytest.mark.parametrize("empty", [True, False])
 def test_plots_draw_without_drafts_and_with_gaps(empty: bool) -> None:
-    entry = suite([comparison(1, "a", [] if empty else [0, 0])], about("chain:3"))
+    entry = suite_entry([comparison(1, "a", [] if empty else [0, 0])], about("chain:3"))
     for svg in (
         plots.acceptance(entry),
         plots.phases(entry),

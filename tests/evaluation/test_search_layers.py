@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from spechead.cli import main
 from spechead.data.prompts import read_prompts
 from spechead.decoding.generate import generate
-from spechead.drafters.parse import parse_drafter
+from spechead.drafters.parse import load_drafter
 from spechead.drafters.self_speculative import SelfSpeculative
 from spechead.errors import UserError
 from spechead.evaluation import search_layers
@@ -46,7 +46,7 @@ def test_the_layers_kept_can_be_pasted(idle: Target, tmp_path: Path, capsys: pyt
     assert "5 of 7 layers kept; agreement 1.000" in err
     assert "13/13 trial" in err  # one of 7 layers, then one of 6
     assert 'spechead generate --target tiny --drafter self:0-1,3-4,6 --prompt "..."' in err
-    drafter = parse_drafter(out.strip(), idle)
+    drafter = load_drafter(out.strip(), idle)
     assert drafter.draft.n_layers == 5  # type: ignore[union-attr]
 
 
