@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spechead import __version__, files
-from spechead.errors import UserError
+from spechead.errors import EXTRAS, UserError, first_line
 
 
 @dataclass(frozen=True)
@@ -136,6 +136,10 @@ def one_line_errors() -> Iterator[None]:
         yield
     except UserError as error:
         fail(str(error))
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        fail(first_line(error))
     except KeyboardInterrupt:
         fail("interrupted", code=130)
     except BrokenPipeError:

@@ -166,3 +166,12 @@ def test_the_torchrun_entry_reports_as_the_command_does(tmp_path: Path) -> None:
 def test_the_console_script_is_installed() -> None:
     script = Path(sys.executable).parent / "spechead"
     assert run(str(script), "--version").stdout == f"spechead {main.__version__}\n"
+
+
+def test_a_missing_package_of_an_extra_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end, main.one_line_errors():
+        raise ModuleNotFoundError("No module named 'deepspeed'", name="deepspeed")
+    assert end.value.code == 2
+    assert capsys.readouterr().err == "spechead: error: No module named 'deepspeed': pip install 'spechead[train]'\n"
+    with pytest.raises(ModuleNotFoundError), main.one_line_errors():
+        raise ModuleNotFoundError("No module named 'other'", name="other")
