@@ -46,7 +46,7 @@ OF_NO_MODULE = {"test_docs", "test_package", "test_pages", "test_structure"}
 EDGES = {
     "transformers": {"target.loading", "target.model", "target.bundled", "target.cache", "target.attention"},
     "peft": {"target.adapter"},
-    "gguf": {"formats.gguf_file"},
+    "gguf": {"formats.gguf_file", "target.bundled"},
     "datasets": {"data.dataset"},
     "deepspeed": {"training.engine", "training.distributed"},
     "huggingface_hub": {"formats.push"},

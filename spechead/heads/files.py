@@ -87,7 +87,7 @@ class HeadInfo:
         return {"train": self.meta["data"]} | self.meta["split"] if "split" in self.meta else {}
 
 
-def read_info(folder: Path) -> HeadInfo:
+def read_info(folder: Path | str) -> HeadInfo:
     """Read and validate config.json. Raises UserError if `folder` is no head that this version can read."""
     config = _read_config(Path(folder))
     target = config["target"]
@@ -127,7 +127,7 @@ def save_tree(folder: Path, tree: Plan) -> None:
     write_json(folder / CONFIG, _read_config(folder) | {"tree": str(tree)})
 
 
-def load_head(folder: Path, target: Target, *, force: bool = False, dtype: torch.dtype | None = None) -> Head:
+def load_head(folder: Path | str, target: Target, *, force: bool = False, dtype: torch.dtype | None = None) -> Head:
     """Load the head in `folder` for `target`; a target with other weights is refused unless forced.
 
     It drafts in `dtype`, by default bfloat16 where that is fast, whatever the target computes in: drafts are guesses.

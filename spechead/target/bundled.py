@@ -61,6 +61,7 @@ def gguf_file() -> Path:
 
 
 def _convert(source: Path, folder: Path) -> None:
+    import gguf  # noqa: F401 - transformers needs it to read the file
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
