@@ -1,42 +1,39 @@
-"""Turn tokens into text as they come, never cutting a character and never showing a stop string.
-
-Knows nothing of terminals or models.
-"""
+"""Incremental detokenisation: text is emitted as tokens arrive, without cut characters and without stop strings."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 Piece = tuple[str, int]
-"""Some text, and the mark of the token that brought it."""
+"""Some text, and the mark of its token."""
 
 
 class Decoder(Protocol):
-    """The part of a tokenizer that turns ids into text."""
+    """The method of a tokenizer that is used here."""
 
     def decode(self, ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
 class StreamDetokenizer:
-    """Pieces of text whose concatenation is the decoded sequence, up to the first of the `stop` strings.
+    """Emits pieces of text whose concatenation is the decoded sequence, up to the first of the `stop` strings.
 
-    Text that could be the beginning of a stop string waits until it is none. Special tokens are not shown, but they
-    are part of the text in which stop strings are looked for, as they are where decoding stops.
+    Text that may begin a stop string is held back until that is decided. Special tokens are not emitted, but stop
+    strings may contain them, as in `decoding.sequence`.
     """
 
     def __init__(self, tokenizer: Decoder, stop: Sequence[str] = ()) -> None:
         self._stop = [text for text in stop if text]
         self._stopped = False
-        self._visible = _Text(tokenizer, skip_special_tokens=True)
-        self._whole = _Text(tokenizer, skip_special_tokens=False)
+        self._visible = _Detokenizer(tokenizer, skip_special_tokens=True)
+        self._whole = _Detokenizer(tokenizer, skip_special_tokens=False)
         self._waiting: list[tuple[str, str, int]] = []  # visible text, whole text, mark
 
     def push(self, token: int, mark: int = 0) -> list[Piece]:
-        """Add a token; the text that is now certain, piece by piece."""
+        """Add a token; returns the text that can now be emitted, piece by piece."""
         whole = self._whole.push(token) if self._stop else ""
         return self._certain((self._visible.push(token), whole, mark))
 
     def close(self) -> list[Piece]:
-        """The rest, with U+FFFD for what never became a character."""
+        """The remaining text, with U+FFFD for incomplete characters."""
         pieces = self._certain((self._visible.rest(), self._whole.rest() if self._stop else "", 0))
         if not self._stopped:
             pieces += [(visible, mark) for visible, _, mark in self._waiting]
@@ -61,44 +58,44 @@ class StreamDetokenizer:
         return [(text, mark) for text, mark in pieces if text]
 
 
-class _Text:
-    """The text of tokens that come one by one.
+class _Detokenizer:
+    """The text of tokens that arrive one by one.
 
-    A token may end inside a character, which decodes to U+FFFD at the end; such a piece is held back until
-    the next token completes it. Each piece is decoded behind the piece before it, since some tokenizers
-    write a word differently at the start of a text.
+    A token may end inside a character, which decodes to U+FFFD at the end; such a piece is held back until the next
+    token completes it. Each piece is decoded together with the one before it, since some tokenizers write a word
+    differently at the start of a text.
     """
 
     def __init__(self, tokenizer: Decoder, skip_special_tokens: bool) -> None:
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
         self._ids: list[int] = []
-        self._start = 0  # of the piece before
-        self._given = 0  # tokens whose text has been given out
+        self._start = 0  # first token of the last emitted piece
+        self._emitted = 0  # tokens whose text has been returned
 
     def push(self, token: int) -> str:
-        """Add a token; the text that is now complete, which may be empty."""
+        """Add a token; returns the text that is now complete, which may be empty."""
         self._ids.append(token)
         before, now = self._window()
         if now.endswith("\ufffd") or len(now) <= len(before):
             return ""
-        self._start, self._given = self._given, len(self._ids)
+        self._start, self._emitted = self._emitted, len(self._ids)
         return now[len(before) :]
 
     def rest(self) -> str:
-        """What is not complete."""
+        """The text that is not complete."""
         before, now = self._window()
-        self._start = self._given = len(self._ids)
+        self._start = self._emitted = len(self._ids)
         return now[len(before) :]
 
     def _window(self) -> tuple[str, str]:
-        before = self._tokenizer.decode(self._ids[self._start : self._given], skip_special_tokens=self._skip)
+        before = self._tokenizer.decode(self._ids[self._start : self._emitted], skip_special_tokens=self._skip)
         return before, self._tokenizer.decode(self._ids[self._start :], skip_special_tokens=self._skip)
 
 
 def first_stop(text: str, stop: Sequence[str]) -> tuple[int, bool]:
-    """Where the first stop string in `text` begins, and True; without one, where its end may begin one, and False."""
-    found = [text.index(one) for one in stop if one in text]
-    if found:
-        return min(found), True
+    """The start of the first stop string in `text`, and True; without one, where its end may begin one, and False."""
+    starts = [text.index(one) for one in stop if one in text]
+    if starts:
+        return min(starts), True
     ends = [at for one in stop for at in range(max(0, len(text) - len(one) + 1), len(text))]
     return min((at for at in ends if any(one.startswith(text[at:]) for one in stop)), default=len(text)), False

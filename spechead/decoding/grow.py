@@ -1,11 +1,11 @@
-"""Grow a tree from draft distributions, level by level, as a plan says. Knows nothing of the head behind `deepen`.
+"""Grow a tree of drafts from draft distributions, level by level, by a plan.
 
-A plan's floor makes drafting adaptive: growth stops behind unlikely drafts. Whether a node is expanded follows from the
-tokens on its path alone, before any of its children is chosen. A sampled draft therefore stays, however unlikely it is:
-to drop it for its own value would bias the text.
+A plan's floor makes drafting adaptive: unlikely drafts are not expanded. Whether a node is expanded depends on the
+tokens of its path alone and is decided before its children are chosen. A sampled draft is kept however unlikely it is:
+to drop it because of its own value would bias the text.
 
-Legend: D draft vocabulary, V target vocabulary, n rows expanded at a level, m rows expanded before, R rows in all, the
-root's included, c nodes of a level, k drafts ranked behind each row, C candidates of a dynamic tree, N nodes of a tree.
+Legend: D draft vocabulary, V target vocabulary, n rows expanded at a level, m rows expanded before, R rows in all with
+the root's, c nodes of a level, k drafts ranked for each row, C candidates of a dynamic tree, N nodes of a tree.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Deepen = Callable[[Tensor, Tensor, Tensor], Tensor]
 """deepen(tokens [n], parents [n], visible bool [n, m+n]) -> log-probabilities [n, D], or [1, D]: one for all rows.
 
 Rows are numbered in the order in which they are expanded, over all levels: `parents` are such numbers (-1: the root),
-and `visible` tells which rows, itself included, each new row may attend to. None of the three may be written to.
+and `visible` marks the rows, itself included, that each new row attends to. None of the three may be written to.
 """
 
 
@@ -39,11 +39,11 @@ def grow(
     drawing: Drawing | None = None,
     vocab_size: int = 0,
 ) -> Tree:
-    """The tree behind the token `root` int64 [] whose own draft distribution is `first` [1, D] (log-probabilities).
+    """The tree of drafts after the token `root` int64 [], given their distribution `first` [1, D] (log-probabilities).
 
-    `vocabulary` int64 [D] maps draft ids to target ids; None where they are the same. Without `drawing` the best-ranked
-    drafts are taken; with it they are sampled, and the tree tells what they were drawn from, over `vocab_size` target
-    ids. Ranks that a small draft vocabulary does not have are left out.
+    `vocabulary` int64 [D] maps draft ids to target ids; None where they are equal. Without `drawing` the best-ranked
+    drafts are taken; with it they are sampled, and `drawn_from` covers `vocab_size` target ids. Ranks beyond a small
+    draft vocabulary are left out.
 
     Raises UserError where drafts are to be sampled for a dynamic tree, which keeps drafts by their rank.
     """
@@ -57,7 +57,7 @@ def grow(
 def _best(logp: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Log-probabilities and draft ids, both [n, k], of the k likeliest drafts of each row, the best first."""
     if k == 1:
-        return logp.max(-1, keepdim=True)  # equals go to the first, as in the target's argmax
+        return logp.max(-1, keepdim=True)  # the first of equals, as in the target's argmax
     return logp.topk(k, -1)
 
 
@@ -66,13 +66,13 @@ def _best(logp: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _Level:
-    """One depth of a static tree: c nodes that hang from n rows, and n' of them that are expanded next."""
+    """One depth of a static tree: c nodes, children of n rows, of which n' are expanded next."""
 
-    k: int  # drafts that must be ranked behind each row
+    k: int  # drafts that must be ranked for each row
     ranks: Tensor  # int64 [c]: each node's place among the k drafts of its row
     places: Tensor  # int64 [c]: the same in all rows' drafts [n, k], flattened
-    sources: Tensor  # int64 [c]: the row that each node hangs from, of these n
-    children: Sequence[int]  # [n]: nodes behind each row; they follow one another
+    sources: Tensor  # int64 [c]: each node's row, of these n
+    children: Sequence[int]  # [n]: number of children of each row; siblings are adjacent
     inner: Tensor  # int64 [n']: the nodes that are expanded, of these c
     rows: Tensor  # int64 [n']: the numbers of their parents' rows
     visible: Tensor  # bool [n', m+n']
@@ -80,9 +80,9 @@ class _Level:
 
 @dataclass(frozen=True)
 class _Layout:
-    """What all trees of a static plan share, made once: nobody may write to these tensors."""
+    """The tensors that all trees of a static plan share, computed once and never written to."""
 
-    plan: Static  # without ranks that the draft vocabulary does not have
+    plan: Static  # without ranks beyond the draft vocabulary
     levels: Sequence[_Level]
     expanded: Tensor  # int64 [R]: the node of each row, the root first
     parents: Tensor  # int64 [N]
@@ -179,7 +179,7 @@ def _ranked(logp: Tensor, level: _Level) -> Tensor:
 def _drawn(logp: Tensor, level: _Level, drawing: Drawing) -> tuple[Tensor, Tensor]:
     """The draft ids [c] of a level's nodes, as many draws as each row has children, and the rows' distributions [n, D].
 
-    Of a plan that skips ranks no draw is skipped: siblings must be all that was drawn, or their law is another.
+    Ranks that a plan skips are not drawn and dropped: siblings must be all draws, or their distribution changes.
     """
     each = logp.expand(len(level.children), -1).split(1)  # n times [1, D]
     draws = [drawing.draw(row, count) for row, count in zip(each, level.children, strict=True)]
@@ -187,17 +187,17 @@ def _drawn(logp: Tensor, level: _Level, drawing: Drawing) -> tuple[Tensor, Tenso
 
 
 def _at(rows: Tensor, level: _Level, ids: Tensor) -> Tensor:
-    """What `rows` [n, D] or [1, D] hold for the draft ids [c] of a level's nodes: [c]."""
+    """The values of `rows` [n, D] or [1, D] at the draft ids [c] of a level's nodes: [c]."""
     return rows[level.sources, ids] if rows.shape[0] > 1 else rows[0, ids]
 
 
 def _expanding(plan: Static, depth: int, likely: Sequence[bool]) -> Static:
-    """The plan with nothing behind those nodes of `depth` that are not `likely`."""
+    """The plan without children of those nodes of `depth` that are not `likely`."""
     if all(likely):
         return plan
     level = [path for path in plan.choices if len(path) == depth]
-    bare = {path for path, expand in zip(level, likely, strict=True) if not expand}
-    return replace(plan, choices=tuple(p for p in plan.choices if len(p) <= depth or p[:depth] not in bare))
+    leaves = {path for path, expand in zip(level, likely, strict=True) if not expand}
+    return replace(plan, choices=tuple(p for p in plan.choices if len(p) <= depth or p[:depth] not in leaves))
 
 
 def _scattered(q: Tensor, nodes: Tensor, size: int, vocabulary: Tensor | None, vocab_size: int) -> Tensor:
@@ -218,22 +218,22 @@ def _grow_dynamic(plan: Dynamic, root: Tensor, first: Tensor, vocabulary: Tensor
     values, ids = _best(first, k)  # [1, k]
     scores, tokens = [values[0]], [(ids if vocabulary is None else vocabulary[ids])[0]]  # candidates, a level each
     expanded = [torch.full_like(root[None], -1)]  # numbers of the candidates that are expanded, a level each
-    found = 0  # candidates before the last level
-    visible = torch.zeros(1, 0, dtype=torch.bool, device=root.device)  # what the rows of the last level see
+    before = 0  # candidates before the last level
+    visible = torch.zeros(1, 0, dtype=torch.bool, device=root.device)  # the rows that those of the last level see
     for _ in range(plan.depth - 1):
-        held, best = scores[-1].topk(min(plan.topk, len(scores[-1])))  # [n], the likeliest first
+        score, best = scores[-1].topk(min(plan.topk, len(scores[-1])))  # [n], the likeliest first
         if plan.floor:
-            likely = _likely(held, plan.floor)
+            likely = _likely(score, plan.floor)
             if not likely:
                 break
-            held, best = held[:likely], best[:likely]
-        expanded.append(best + found)
-        found += len(scores[-1])
-        hang = best // k  # [n] which of the last level's rows each hangs from
-        rows = hang + (visible.shape[1] - visible.shape[0])  # that level's are the newest rows; the root is row -1
-        visible = torch.cat([visible[hang], _eye(len(best), root.device)], 1)  # [n, m+n]
+            score, best = score[:likely], best[:likely]
+        expanded.append(best + before)
+        before += len(scores[-1])
+        parent = best // k  # [n] of the last level's rows
+        rows = parent + (visible.shape[1] - visible.shape[0])  # that level's are the newest rows; the root is row -1
+        visible = torch.cat([visible[parent], _eye(len(best), root.device)], 1)  # [n, m+n]
         values, ids = _best(deepen(tokens[-1][best], rows, visible), k)  # [n, k], or [1, k]
-        scores.append((held[:, None] + values).flatten())  # [n * k]
+        scores.append((score[:, None] + values).flatten())  # [n * k]
         tokens.append((ids if vocabulary is None else vocabulary[ids]).expand(len(best), -1).flatten())
     parents = torch.cat(expanded).repeat_interleave(k)  # [C] candidate numbers
     return _best_nodes(plan, root, torch.cat(tokens), parents, torch.cat(scores))
@@ -253,6 +253,6 @@ def _best_nodes(plan: Dynamic, root: Tensor, tokens: Tensor, parents: Tensor, sc
     """Keep the most probable of the candidates [C]. A stable sort keeps a parent ahead of a child of equal score."""
     nodes = min(plan.nodes, _likely(score, plan.floor)) if plan.floor else plan.nodes
     kept = score.sort(descending=True, stable=True).indices[:nodes].sort().values  # [N-1] candidate numbers
-    # The parent of a kept candidate is kept: as a node its number is 1 + the kept candidates before it; -1 becomes 0.
+    # The parent of a kept candidate is kept: its node number is 1 + the kept candidates before it; -1 becomes 0.
     above = torch.searchsorted(kept, parents[kept], right=True)
     return Tree(torch.cat([root[None], tokens[kept]]), torch.cat([torch.full_like(root[None], -1), above]))

@@ -1,7 +1,7 @@
-"""A source of random outcomes: a seeded generator, or in tests an enumeration of every outcome.
+"""Sources of random numbers for drafting and verification.
 
-Verification and drafting draw through a `RandomSource`, so that tests compute the exact distribution of the code that
-runs.
+All draws go through a `RandomSource`, so that tests can enumerate every outcome of the code that runs and compute its
+exact distribution.
 
 Legend: V vocabulary.
 """
@@ -22,11 +22,14 @@ class RandomSource(Protocol):
         """True with `probability`, from 0 to 1."""
 
     def categorical(self, weights: Tensor) -> int:
-        """An index of `weights` [V] with probability proportional to its weight. None is negative, one is positive."""
+        """An index, with probability proportional to its weight in `weights` [V]; none is negative, one is positive."""
 
 
 class SeededSource:
-    """The same seed gives the same outcomes, on every device. Raises ValueError where no weight is positive."""
+    """A seeded generator; the same seed gives the same draws on every device.
+
+    `categorical` raises ValueError where the sum of the weights is not positive and finite.
+    """
 
     def __init__(self, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -35,10 +38,10 @@ class SeededSource:
         return self._uniform().item() < probability
 
     def categorical(self, weights: Tensor) -> int:
-        # In float64 no weight of a large vocabulary is lost in the sum; a weight of zero spans nothing to fall into.
+        # In float64, so that small weights of a large vocabulary are not lost in the sum.
         edges = weights.to("cpu", torch.float64).cumsum(0)  # [V]
         if not 0 < edges[-1].item() < math.inf:
-            raise ValueError(f"the weights to choose by sum to {edges[-1].item()}, not to a positive number")
+            raise ValueError(f"the sum of the weights is {edges[-1].item()}, not a positive number")
         return int(torch.searchsorted(edges, self._uniform() * edges[-1], right=True))
 
     def _uniform(self) -> Tensor:  # float64 [1] in [0, 1)

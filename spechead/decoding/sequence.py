@@ -115,7 +115,7 @@ class ActiveSequence:
         self.gaps += _gaps(logits, [0]) if self._keep_gaps else []
         self._state = drafter.new_state(self.ids) if drafter else None
         self._fresh, self._out = torch.cat([self.ids[1:], first]), out  # [P], [1, P, ...]
-        self._append(first.tolist(), 0)
+        self._append(first.tolist(), first, 0)
 
     def propose(self, drafter: Drafter | None) -> Tree:
         """The drafter's tree, without drafts beyond the cap."""
@@ -147,13 +147,13 @@ class ActiveSequence:
         self._fresh = torch.tensor(result.tokens, device=self._ids.device)
         if self._speculation.tree is not None:  # plain decoding has no use for it
             self._out = nodes.rows(torch.tensor(result.path, device=self._ids.device))
-        new = self._append(result.tokens, len(result.path) - 1)
+        new = self._append(result.tokens, self._fresh, len(result.path) - 1)
         self.stats.passes += 1
         self.stats.tokens += new
         self.stats.committed.append(new)
 
-    def _append(self, tokens: list[int], accepted: int) -> int:
-        """Append `tokens`, the last of `_fresh`, up to the first end; returns how many were appended."""
+    def _append(self, tokens: list[int], ids: Tensor, accepted: int) -> int:
+        """Append `tokens`, which `ids` has on the device, up to the first end; returns how many were appended."""
         before = len(self.tokens)
         for token in tokens:
             self.tokens.append(token)
@@ -166,7 +166,7 @@ class ActiveSequence:
             if self.finish_reason:
                 break
         new = self.tokens[before:]
-        self._ids[self.length - len(new) : self.length] = self._fresh[-len(tokens) :][: len(new)]
+        self._ids[self.length - len(new) : self.length] = ids[: len(new)]
         if self.on_commit:
             self.on_commit(new, min(accepted, len(new)))
         if self.finish_reason:

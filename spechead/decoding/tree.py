@@ -1,7 +1,6 @@
-"""Trees of draft tokens, and the plans they are grown by.
+"""Trees of draft tokens, and the plans that they are grown by.
 
-Node 0 is the last committed token; every other node is a draft whose parent comes before it. A chain is a tree. Knows
-nothing of models or of how the drafts were found.
+Node 0 is the last committed token; every other node is a draft, whose parent comes before it. A chain is a tree.
 
 Legend: N nodes of a tree, the root included, V target vocabulary.
 """
@@ -21,11 +20,11 @@ from spechead.errors import UserError
 
 @dataclass
 class Tree:
-    """Draft tokens with parents, and what the target needs to verify them in one pass.
+    """Draft tokens with their parents, and the mask and depths with which the target verifies them in one pass.
 
-    Where drafts were sampled, row i of `drawn_from` is the distribution over target ids that the children of node i
-    were drawn from, one after the other in node order and without replacement; rows of leaves are zero. None: the
-    drafts are the best-ranked ones, the same whenever the text before them is the same.
+    Where drafts were sampled, row i of `drawn_from` is the distribution over target ids from which the children of node
+    i were drawn, one after the other in node order and without replacement; rows of leaves are zero. None: the drafts
+    are the best-ranked ones, a function of the text before them.
     """
 
     tokens: Tensor  # int64 [N]
@@ -34,7 +33,7 @@ class Tree:
 
     @classmethod
     def root(cls, token: Tensor) -> Tree:
-        """Nothing drafted behind the token int64 [1]: plain decoding."""
+        """The token int64 [1] without drafts: plain decoding."""
         tree = cls(token, torch.full_like(token, -1))
         tree.depths = torch.zeros_like(token)
         return tree
@@ -59,7 +58,7 @@ class Tree:
 
     @property
     def depth(self) -> int:
-        """That of its deepest node; waits for the device where there are drafts."""
+        """The depth of the deepest node; waits for the device where there are drafts."""
         return int(self.depths.max()) if len(self) > 1 else 0
 
     def pruned(self, depth: int) -> Tree:
@@ -69,7 +68,7 @@ class Tree:
         keep = self.depths <= depth
         if bool(keep.all()):
             return self
-        renumbered = keep.cumsum(0) - 1  # parents are shallower, so they stay
+        renumbered = keep.cumsum(0) - 1  # parents are shallower, so they are kept, too
         parents = self.parents[keep]
         tree = Tree(self.tokens[keep], torch.where(parents < 0, parents, renumbered[parents.clamp(min=0)]))
         if self.drawn_from is not None:
@@ -80,10 +79,11 @@ class Tree:
 
 @dataclass(frozen=True)
 class Static:
-    """The same shape at each pass (Medusa's tree choices, arXiv 2401.10774).
+    """A tree of the same shape in each pass (Medusa's tree choices, arXiv 2401.10774).
 
     A node is the tuple of ranks that leads to it; where drafts are sampled, siblings are drawn in the order of their
-    ranks. Nothing is drafted behind a node whose path is less probable than `floor`.
+    ranks. A node whose path is less probable than `floor` is not expanded. Raises UserError for choices that are no
+    tree.
     """
 
     choices: tuple[tuple[int, ...], ...]
@@ -94,11 +94,11 @@ class Static:
         present = set(ordered)
         for path in ordered:
             if not path or min(path) < 0:
-                raise UserError(f"tree node {list(path)} is not a list of ranks from 0")
+                raise UserError(f"option tree: node {list(path)} is not a list of ranks from 0")
             if len(path) > 1 and path[:-1] not in present:
-                raise UserError(f"tree node {list(path)} has no parent {list(path[:-1])} in the tree")
+                raise UserError(f"option tree: node {list(path)} has no parent {list(path[:-1])} in the tree")
         if not ordered:
-            raise UserError("a static tree needs at least one node")
+            raise UserError("option tree: a static tree needs at least one node")
         object.__setattr__(self, "choices", ordered)
         _check_floor(self)
 
@@ -125,9 +125,9 @@ class Static:
 
 @dataclass(frozen=True)
 class Dynamic:
-    """EAGLE-2's tree (arXiv 2406.16858): beam expansion by cumulative draft probability, then the best nodes stay.
+    """EAGLE-2's tree (arXiv 2406.16858): beam expansion by cumulative draft probability, then the best nodes are kept.
 
-    Nodes whose path is less probable than `floor` are neither expanded nor kept.
+    Nodes whose path is less probable than `floor` are neither expanded nor kept. Raises UserError for sizes below 1.
     """
 
     nodes: int  # drafts kept, the root not counted
@@ -138,7 +138,7 @@ class Dynamic:
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "topk"):
             if getattr(self, name) < 1:
-                raise UserError(f"tree {self}: {name} must be at least 1")
+                raise UserError(f"option tree: {name} of {self} must be at least 1")
         _check_floor(self)
 
     def limited(self, depth: int) -> Dynamic:
@@ -153,12 +153,13 @@ Plan = Static | Dynamic
 
 
 def chain(depth: int, floor: float = 0.0) -> Static:
-    """One draft after the other."""
+    """The plan of one branch of `depth` drafts."""
     return Static(tuple((0,) * (i + 1) for i in range(depth)), floor)
 
 
 def parse_tree(text: str) -> Plan:
-    """`chain:3`, `static:[[0],[1],[0,0]]` or `dynamic:nodes=30,depth=5,topk=4`; `,floor=0.1` may follow."""
+    """The plan that a text describes: `chain:3`, `static:[[0],[1],[0,0]]` or `dynamic:nodes=30,depth=5,topk=4`,
+    optionally followed by `,floor=0.1`. Raises UserError for any other text."""
     kind, _, rest = text.partition(":")
     shape, floored, floor = rest.partition(",floor=")
     try:
@@ -166,19 +167,19 @@ def parse_tree(text: str) -> Plan:
         return replace(plan, floor=float(floor)) if floored else plan
     except (ValueError, TypeError):
         raise UserError(
-            f"tree {text!r} is not understood; use chain:3, static:[[0],[1],[0,0]] or "
-            "dynamic:nodes=30,depth=5,topk=4, and ,floor=0.1 behind it to stop at unlikely drafts"
+            f"option tree: {text!r} is not a tree; use chain:3, static:[[0],[1],[0,0]] or "
+            "dynamic:nodes=30,depth=5,topk=4; append ,floor=0.1 to stop at unlikely drafts"
         ) from None
 
 
 def _parse_shape(kind: str, shape: str) -> Plan:
-    """Raises ValueError or TypeError where the text is no plan."""
+    """The plan without its floor. Raises ValueError or TypeError where the text describes none."""
     if kind == "chain" and shape.isdigit() and 0 < int(shape) <= 64:
         return chain(int(shape))
     if kind == "dynamic":
-        found = dict(re.findall(r"(nodes|depth|topk)=(\d+)", shape))
-        if set(found) == {"nodes", "depth", "topk"} and shape.count("=") == 3:
-            return Dynamic(**{name: int(value) for name, value in found.items()})
+        sizes = dict(re.findall(r"(nodes|depth|topk)=(\d+)", shape))
+        if set(sizes) == {"nodes", "depth", "topk"} and shape.count("=") == 3:
+            return Dynamic(**{name: int(size) for name, size in sizes.items()})
     if kind == "static":
         return Static(tuple(tuple(int(rank) for rank in path) for path in json.loads(shape)))
     raise ValueError(kind)
@@ -186,7 +187,7 @@ def _parse_shape(kind: str, shape: str) -> Plan:
 
 def _check_floor(plan: Plan) -> None:
     if not 0 <= plan.floor < 1:
-        raise UserError(f"tree {plan}: floor must be at least 0 and below 1; 0 drafts the whole tree")
+        raise UserError(f"option tree: the floor of {plan} must be at least 0 and below 1")
 
 
 def _floor_text(plan: Plan) -> str:

@@ -1,7 +1,6 @@
 """A smaller model with the target's tokenizer drafts for it (speculative decoding, arXiv 2211.17192, 2302.01318).
 
-The draft model keeps a cache of its own in step with the text: what was committed is read, guesses are forgotten.
-Knows nothing of how a draft is verified.
+The draft model has its own cache, which follows the committed tokens; its drafts are dropped from it after each pass.
 
 Legend: P prompt tokens, n tokens just committed or nodes expanded at a level, m nodes expanded before, T tokens read at
 once, H hidden size of the draft model, D token ids that both models know, V the target's vocabulary.
@@ -26,18 +25,18 @@ from spechead.target.model import Target, TargetOutput
 
 @dataclass
 class DraftState:
-    """What the draft model remembers of one text."""
+    """The draft model's state of one sequence."""
 
-    first: Tensor  # int64 [1] the text's first token, which `fresh` never brings
+    first: Tensor  # int64 [1] the first token, which `fresh` never contains
     cache: KVCache = field(default_factory=KVCache)
-    committed: int = 0  # tokens of the text so far; rows of the cache behind them are guesses
+    committed: int = 0  # tokens of the sequence so far; rows of the cache after them are drafts
 
 
 class DraftModel:
     """Drafts with `draft`, a model of the same tokenizer as `target`.
 
-    The two may differ in how far they pad their vocabularies: ids that only one of them has are never drafted. Nothing
-    is drafted at positions that the draft model does not have. Raises UserError where the tokenizers differ.
+    Vocabularies may be padded to different sizes: ids that only one model has are never drafted, nor are positions
+    beyond the draft model's. Raises UserError where the tokenizers differ.
     """
 
     taps: Sequence[int] = ()
@@ -53,14 +52,14 @@ class DraftModel:
         return DraftState(prompt[:1])
 
     def rewind(self, state: DraftState, length: int) -> None:
-        """Forget all tokens of the text from position `length` on."""
+        """Drop all tokens from position `length` on."""
         state.committed = min(state.committed, length)
 
     @torch.no_grad()
     def propose(
         self, state: DraftState, fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Drawing | None = None
     ) -> Tree:
-        """See `drafters.base.Drafter`. `out` is not read: the draft model sees tokens alone."""
+        """See `drafters.base.Drafter`. `out` is not used: the draft model reads tokens only."""
         unread, room = self.commit(state, fresh)
         if room < 1:
             return Tree.root(fresh[-1:])
@@ -69,9 +68,9 @@ class DraftModel:
         return grow(plan.limited(room), fresh[-1], first, None, nodes, drawing, self.target.vocab_size)
 
     def commit(self, state: DraftState, fresh: Tensor) -> tuple[Tensor, int]:
-        """Forget the guesses of the last proposal, take `fresh` into the text.
+        """Drop the drafts of the last proposal and append `fresh` to the sequence.
 
-        Returns the tokens that the draft model has yet to read, and how many drafts have a position behind them.
+        Returns the tokens that the draft model has not read yet, and the number of positions left for drafts.
         """
         unread = fresh if state.committed else torch.cat([state.first, fresh])
         state.cache.crop(state.committed)
@@ -81,25 +80,26 @@ class DraftModel:
     def read(
         self, cache: KVCache, tokens: Tensor, positions: Tensor | None = None, visible: Tensor | None = None
     ) -> Tensor:
-        """Final hidden states [T, H] of tokens int64 [T] behind the cache; `positions` [T], `visible` bool [T, T]."""
-        known = tokens.where(tokens < self.draft.vocab_size, 0)  # whatever stands for an id that it has no row for
-        at = None if positions is None else positions[None]
-        seen = None if visible is None else visible[None]
-        return self.draft.forward(known[None], cache=cache, positions=at, visible=seen).hidden[0]
+        """Final hidden states [T, H] of tokens int64 [T] after the cache; `positions` [T], `visible` bool [T, T]."""
+        ids = tokens.where(tokens < self.draft.vocab_size, 0)  # any token stands for an id without an embedding
+        positions = None if positions is None else positions[None]
+        visible = None if visible is None else visible[None]
+        return self.draft.forward(ids[None], cache=cache, positions=positions, visible=visible).hidden[0]
 
     def log_probabilities(self, hidden: Tensor) -> Tensor:  # [n, H] -> float32 [n, D]
         return self.draft.logits(hidden)[:, : self.common].log_softmax(-1)
 
 
 class _Nodes:
-    """Reads the nodes that `grow` expands, level by level: one forward of the draft model a level.
+    """Reads the nodes that `grow` expands, level by level: one forward of the draft model for each level.
 
-    New tokens see all of the cache. The nodes of a chain may: each lies behind all nodes before it. Once a level has
-    branched, its nodes must not see each other's children, so from then on the whole tree is read anew at each level.
+    New tokens see all of the cache. This is right for a chain, where each node is a descendant of all nodes before it.
+    Once a level has branched, its nodes must not see each other's children, so that the whole tree is read again at
+    each level.
     """
 
     def __init__(self, drafter: DraftModel, state: DraftState) -> None:
-        self._drafter, self._cache, self._text = drafter, state.cache, state.committed
+        self._drafter, self._cache, self._committed = drafter, state.cache, state.committed
         self._tokens = state.first[:0]  # int64 [m]
         self._visible = torch.zeros(0, 0, dtype=torch.bool, device=state.first.device)  # [m, m]
         self._levels = 0
@@ -113,21 +113,22 @@ class _Nodes:
         if self._tokens.shape[0] == self._levels:  # one node at each level: a chain
             hidden = self._drafter.read(self._cache, tokens)
         else:
-            self._cache.crop(self._text)
-            positions = self._text - 1 + self._visible.sum(-1)  # [m+n]; a node sees itself and its ancestors
+            self._cache.crop(self._committed)
+            positions = self._committed - 1 + self._visible.sum(-1)  # [m+n]; a node sees itself and its ancestors
             hidden = self._drafter.read(self._cache, self._tokens, positions, self._visible)
         return self._drafter.log_probabilities(hidden[-new:])
 
 
 def check_same_tokenizer(target: Target, draft: Target) -> None:
-    """Raise UserError unless every id that both tokenizers use is the same token; either may have added some beyond."""
-    ours, theirs = target.tokenizer, draft.tokenizer
-    if ours is theirs:
+    """Raise UserError unless every id that both tokenizers use is the same token; either may have added tokens."""
+    tokenizers = target.tokenizer, draft.tokenizer
+    if tokenizers[0] is tokenizers[1]:
         return
-    a, b = ours.get_vocab(), theirs.get_vocab()  # each: token -> id
-    used, added = set(a.values()) & set(b.values()), {*ours.get_added_vocab(), *theirs.get_added_vocab()}
+    a, b = (tokenizer.get_vocab() for tokenizer in tokenizers)  # each: token -> id
+    shared = set(a.values()) & set(b.values())
+    added = {token for tokenizer in tokenizers for token in tokenizer.get_added_vocab()}
     for token, number in sorted(a.items() ^ b.items(), key=lambda item: item[1]):
-        if number in used or (token in a and token in b) or token not in added:
+        if number in shared or (token in a and token in b) or token not in added:
             raise UserError(
                 f"target {target.name!r} and draft model {draft.name!r} have different tokenizers: {token!r} is "
                 f"{a.get(token, 'no token')} in one, {b.get(token, 'no token')} in the other"

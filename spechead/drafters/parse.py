@@ -1,7 +1,4 @@
-"""From a line of text to a drafter without training. Knows nothing of how one drafts.
-
-A text is understood before any model is loaded, so that a misspelt one costs no time; `make` then takes the target.
-"""
+"""Training-free drafters by name: `parse_drafter` checks a text without a model, `load_drafter` makes the drafter."""
 
 from __future__ import annotations
 
@@ -15,28 +12,28 @@ from spechead.drafters.prompt_lookup import PromptLookup
 from spechead.drafters.self_speculative import SelfSpeculative
 from spechead.drafters.staged import Staged
 from spechead.errors import UserError
+from spechead.target.loading import dtype_name
 from spechead.target.model import Target
 
-UNDERSTOOD = (
-    "prompt_lookup or prompt_lookup:ngram=3,match=latest, draft_model:FOLDER, self:0-9,20-29 (the layers kept), "
-    "staged:draft_model:FOLDER+prompt_lookup, staged:self:0-9+prompt_lookup"
+GRAMMAR = (
+    "prompt_lookup, prompt_lookup:ngram=3,match=latest, draft_model:FOLDER, self:0-9,20-29 (decoder layers of the "
+    "target), staged:draft_model:FOLDER+prompt_lookup or staged:self:0-9+prompt_lookup"
 )
 _OPTION = r"(ngram=\d{1,4}|match=\w+)"
 _RANGE = r"\d{1,4}(-\d{1,4})?"
 
 
 @dataclass(frozen=True)
-class Loading:
-    """How draft models are loaded beside a target: to its device, packed where it is."""
+class ModelLoader:
+    """Loads draft models for a target: to the same device, and packed if the target is."""
 
     target: Target
-    dtype: str = "auto"  # see `draft_model.drafting_dtype`
+    dtype: str = "auto"  # see `Target.drafting_dtype`
     trust_remote_code: bool = False
 
-    def model(self, name: str) -> Target:
-        """The model of that name. The target's own name stands for the target, without a second copy."""
-        own = str(self.target.dtype).removeprefix("torch.")
-        if name == self.target.name and self.dtype in ("auto", own):
+    def load(self, name: str) -> Target:
+        """The model of that name; under the target's own name, the target itself without a second copy."""
+        if name == self.target.name and self.dtype in ("auto", dtype_name(self.target.dtype)):
             return self.target
         try:
             return Target.load(
@@ -50,45 +47,45 @@ class Loading:
             raise UserError(f"draft model: {error}") from error
 
 
-MakeModel = Callable[[Target, Loading], DraftModel]
-MakeUnstaged = Callable[[Target, Loading], DraftModel | PromptLookup]
+MakeModel = Callable[[Target, ModelLoader], DraftModel]
+MakeUnstaged = Callable[[Target, ModelLoader], DraftModel | PromptLookup]
 
 
 @dataclass(frozen=True)
 class DrafterSpec:
-    """A drafter whose name is understood."""
+    """A parsed drafter: its class, and the function that makes it for a target."""
 
     kind: type[Drafter]
-    make: Callable[[Target, Loading], Drafter]
+    make: Callable[[Target, ModelLoader], Drafter]
 
 
-def parse_drafter(text: str, target: Target, *, dtype: str = "auto", trust_remote_code: bool = False) -> Drafter:
-    """The drafter that `text` names, for `target`; a draft model is loaded in `dtype`.
+def load_drafter(text: str, target: Target, *, dtype: str = "auto", trust_remote_code: bool = False) -> Drafter:
+    """The drafter described by `text`, for `target`; a draft model is loaded in `dtype`.
 
-    Raises UserError where the text is not understood, or its draft model or layers do not fit the target.
+    Raises UserError where the text is no drafter, or its draft model or layers do not fit the target.
     """
-    return read_drafter(text).make(target, Loading(target, dtype, trust_remote_code))
+    return parse_drafter(text).make(target, ModelLoader(target, dtype, trust_remote_code))
 
 
-def read_drafter(text: str) -> DrafterSpec:
-    """Understand the name of a drafter, without a target. Raises UserError where it is none."""
+def parse_drafter(text: str) -> DrafterSpec:
+    """Parse the description of a drafter; needs no target. Raises UserError where it is none."""
     kind, _, rest = text.partition(":")
     if kind == "staged":
         return DrafterSpec(Staged, _staged(rest))
     return DrafterSpec(PromptLookup if kind == "prompt_lookup" else DraftModel, _unstaged(text))
 
 
-def _staged(text: str) -> Callable[[Target, Loading], Staged]:
-    """`MIDDLE+TINY`: the last plus sign separates the two. Tiny drafts for the middle, whose layers it counts."""
+def _staged(text: str) -> Callable[[Target, ModelLoader], Staged]:
+    """`MIDDLE+TINY`, split at the last plus sign. Tiny drafts for the middle; its layer numbers are relative to it."""
     middle_text, _, tiny_text = text.rpartition("+")
     _unstaged(middle_text)
     make_middle, make_tiny = _model(middle_text), _unstaged(tiny_text)
     if make_middle is None:
-        raise UserError(f"drafter 'staged:{text}': {middle_text!r} is no model whose drafting could be sped up")
+        raise UserError(f"option drafter: {middle_text!r} in 'staged:{text}' is not a model; use draft_model or self")
 
-    def make(target: Target, loading: Loading) -> Staged:
-        middle = make_middle(target, loading)
-        return Staged(middle, make_tiny(middle.draft, loading))
+    def make(target: Target, loader: ModelLoader) -> Staged:
+        middle = make_middle(target, loader)
+        return Staged(middle, make_tiny(middle.draft, loader))
 
     return make
 
@@ -98,8 +95,8 @@ def _unstaged(text: str) -> MakeUnstaged:
     if model is not None:
         return model
     if lookup is not None:
-        return lambda target, loading: lookup
-    raise UserError(f"drafter {text!r} is not understood; known are {UNDERSTOOD}")
+        return lambda target, loader: lookup
+    raise UserError(f"option drafter: {text!r} is not a drafter; use {GRAMMAR}")
 
 
 def _lookup(text: str) -> PromptLookup | None:
@@ -113,10 +110,10 @@ def _lookup(text: str) -> PromptLookup | None:
 def _model(text: str) -> MakeModel | None:
     kind, _, rest = text.partition(":")
     if kind == "draft_model" and rest:
-        return lambda target, loading: DraftModel(target, loading.model(rest))
+        return lambda target, loader: DraftModel(target, loader.load(rest))
     if kind == "self" and re.fullmatch(f"{_RANGE}(,{_RANGE})*", rest):
         layers = _layers(rest)
-        return lambda target, loading: SelfSpeculative(target, _present(layers, target))
+        return lambda target, loader: SelfSpeculative(target, _existing(layers, target))
     return None
 
 
@@ -127,11 +124,11 @@ def _layers(text: str) -> list[int]:
         first, _, last = part.partition("-")
         layers += range(int(first), int(last or first) + 1)
         if int(last or first) < int(first) or layers != sorted(set(layers)):
-            raise UserError(f"drafter 'self:{text}': layers ascend, each named once, as in self:0-9,20-29")
+            raise UserError(f"option drafter: layers of 'self:{text}' must ascend, as in self:0-9,20-29")
     return layers
 
 
-def _present(layers: list[int], target: Target) -> list[int]:
+def _existing(layers: list[int], target: Target) -> list[int]:
     if layers[-1] >= target.n_layers:
-        raise UserError(f"drafter 'self': {target.name!r} has no layer {layers[-1]}, only 0-{target.n_layers - 1}")
+        raise UserError(f"option drafter: {target.name!r} has layers 0-{target.n_layers - 1}, not {layers[-1]}")
     return layers

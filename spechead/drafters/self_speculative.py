@@ -1,7 +1,7 @@
-"""The target drafts for itself with some of its layers left out (Draft & Verify, arXiv 2309.08168).
+"""The target drafts for itself with some of its layers skipped (Draft & Verify, arXiv 2309.08168).
 
-Keeping the first layers alone is drafting by early exit (LayerSkip, arXiv 2404.16710). Weights are shared with the
-target; the drafts have a cache of their own. Knows nothing of how a draft is verified.
+With the first layers only this is drafting by early exit (LayerSkip, arXiv 2404.16710). Weights are shared with the
+target; the cache is not.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from spechead.target.model import Target
 
 
 class SelfSpeculative(DraftModel):
-    """A draft model that is the target's own decoder layers `layers` (from 0), without a second copy of weights.
+    """A draft model made of the target's decoder layers `layers` (from 0), without a second copy of their weights.
 
-    Take it after the target is packed, if it is to be. Raises UserError where the target has no such layers.
+    A target is packed before, not after. Raises UserError where the target has no such layers.
     """
 
     def __init__(self, target: Target, layers: Sequence[int]) -> None:

@@ -1,10 +1,10 @@
-"""Speculative decoding inside speculative decoding (arXiv 2308.04623): tiny drafts, middle verifies, target verifies.
+"""Staged speculative decoding (arXiv 2308.04623): tiny drafts for the middle model, which drafts for the target.
 
-A draft model needs one forward a draft. Here a cheaper drafter guesses ahead of it, so that one forward of the draft
-model yields several drafts; they are the ones it would have found alone. Knows nothing of how the target verifies.
+A draft model needs one forward for each draft. Here a cheaper drafter drafts for it, so that one forward of the draft
+model yields several drafts, the same that it would have drafted alone.
 
-Legend: P prompt tokens, n tokens the middle has yet to read, N nodes of tiny's tree, D ids that middle and target both
-know, V the target's vocabulary, K drafts.
+Legend: P prompt tokens, n tokens that the middle has not read yet, N nodes of tiny's tree, D ids that middle and target
+share, V the target's vocabulary, K drafts.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from spechead.target.model import TargetOutput
 
 
 class Tiny(Drafter, Protocol):
-    """A drafter that reads tokens alone, never `out`, and can take them back: the middle's tokens are guesses."""
+    """A drafter that reads tokens only, never `out`, and can drop them again: the middle's tokens are drafts."""
 
     def rewind(self, state: Any, length: int) -> None:
-        """Forget all tokens of the text from position `length` on."""
+        """Drop all tokens from position `length` on."""
 
 
 @dataclass
 class StagedState:
-    """What both drafters remember of one text."""
+    """The state of both drafters for one sequence."""
 
     middle: DraftState
     tiny: Any
 
 
 class Staged:
-    """Drafts the chain that `middle` would, as deep as the plan; `tiny` drafts for `middle` (by its own plan).
+    """Drafts the chain that `middle` would, as deep as the plan; `tiny` drafts for `middle` by its own plan.
 
-    With `drawing` the chain is the middle's own draw, as if it had been drawn token by token: tiny decides how far one
-    forward reaches, and nothing of what is drawn.
+    With `drawing` the chain is the middle's own draw, as if drawn token by token: tiny determines how many drafts one
+    forward yields, not which.
     """
 
     taps: Sequence[int] = ()
@@ -65,37 +65,37 @@ class Staged:
         self.tiny.rewind(state.tiny, state.middle.committed)
         unread, room = middle.commit(state.middle, fresh)
         chain = _Chain(min(plan.depth, room), plan.floor, drawing)
-        news = fresh  # what tiny has yet to read
-        if not chain.ended and not cache.length:  # a long prompt needs no mask, which would grow with its square
+        unseen = fresh  # tokens that tiny has not read yet
+        if not chain.ended and not cache.length:  # without a mask, whose size is quadratic in the prompt
             middle.read(cache, unread[:-1])
             unread = unread[-1:]
         while not chain.ended:
-            left = chain.depth - len(chain.tokens) - 1  # guesses of use: the middle adds a token itself
-            if left or not chain.tokens:  # tiny must read what was committed; guesses it would take back again
-                guess = self.tiny.propose(state.tiny, news, out, self.tiny.tree.limited(max(1, left))).pruned(left)
+            left = chain.depth - len(chain.tokens) - 1  # useful drafts: the middle adds a token of its own
+            if left or not chain.tokens:  # tiny must read committed tokens; it would only drop further drafts
+                guess = self.tiny.propose(state.tiny, unseen, out, self.tiny.tree.limited(max(1, left))).pruned(left)
             else:
-                guess = Tree.root(news[-1:])
+                guess = Tree.root(unseen[-1:])
             width = cache.length + unread.shape[0] - 1
             path = chain.follow(guess, self._verify(cache, unread, guess))
             cache.keep([path], width)
-            news = torch.tensor(chain.tokens[-len(path) :], device=fresh.device)
-            unread = news[-1:]  # the others were guessed, and so read, by now
+            unseen = torch.tensor(chain.tokens[-len(path) :], device=fresh.device)
+            unread = unseen[-1:]  # the others were drafts of tiny, which the middle has read
         return chain.tree(fresh[-1:], self.middle.target.vocab_size)
 
     def _verify(self, cache: KVCache, unread: Tensor, guess: Tree) -> Tensor:
-        """The middle's log-probabilities [N, D] behind the nodes of `guess`, whose root is the last of `unread` [n]."""
+        """The middle's log-probabilities [N, D] after the nodes of `guess`, whose root is the last of `unread` [n]."""
         before, width = unread.shape[0] - 1, unread.shape[0] - 1 + len(guess)
         tokens = torch.cat([unread[:-1], guess.tokens])  # [n-1+N]
         if len(guess) == 1:
             return self.middle.log_probabilities(self.middle.read(cache, tokens)[-1:])
         visible = torch.ones(width, width, dtype=torch.bool, device=tokens.device).tril()
         visible[before:, before:] = guess.visible
-        positions = cache.length + visible.sum(-1) - 1  # a token sees itself and what comes before it
+        positions = cache.length + visible.sum(-1) - 1  # a token sees itself and all before it
         return self.middle.log_probabilities(self.middle.read(cache, tokens, positions, visible)[before:])
 
 
 class _Chain:
-    """The middle's chain while it grows: its tokens, and what each was drawn from."""
+    """The middle's chain while it grows: its tokens, and the distributions they were drawn from."""
 
     def __init__(self, depth: int, floor: float, drawing: Drawing | None) -> None:
         self.depth = depth
@@ -110,11 +110,11 @@ class _Chain:
         return len(self.tokens) >= self.depth or self._likelihood < self._floor
 
     def follow(self, guess: Tree, logp: Tensor) -> list[int]:
-        """Write the middle's own tokens, given its log-probabilities [N, D] behind the nodes of `guess`, as far as some
-        node carries them and one further. Returns the nodes passed, the root first."""
+        """Append the middle's own tokens, given its log-probabilities [N, D] after the nodes of `guess`, as long as a
+        node has that token, and one more. Returns the nodes followed, the root first."""
         places = zip(guess.parents.tolist(), guess.tokens.tolist(), strict=True)
         children = {place: node for node, place in enumerate(places)}
-        best, likelihoods = (found.tolist() for found in logp.max(-1)[::-1])
+        best, likelihoods = (values.tolist() for values in logp.max(-1)[::-1])
         path: list[int] = []
         node: int | None = 0
         while node is not None and not self.ended:
@@ -135,7 +135,7 @@ class _Chain:
         return token, math.log(float(q[0, token]))
 
     def tree(self, root: Tensor, vocabulary: int) -> Tree:
-        """The chain behind `root` int64 [1]."""
+        """The chain after `root` int64 [1]."""
         device = root.device
         tokens = torch.cat([root, torch.tensor(self.tokens, dtype=torch.long, device=device)])  # [1+K]
         tree = Tree(tokens, torch.arange(-1, len(self.tokens), device=device))

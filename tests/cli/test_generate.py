@@ -171,7 +171,7 @@ def test_every_figure_of_a_lossy_rule_is_marked() -> None:
             {"tree": "static:[[0],[1]]", "rule": "block", "draft_temperature": 1.0},
             r"option rule: block needs a chain, not static:\[\[0\],\[1\]\]; use chain:1",
         ),
-        ({"head": "", "target": "t", "drafter": "prompt_look"}, "drafter 'prompt_look' is not understood"),
+        ({"head": "", "target": "t", "drafter": "prompt_look"}, "option drafter: 'prompt_look' is not a drafter"),
         (
             {"head": "", "target": "t", "drafter": "prompt_lookup", "tree": "dynamic:nodes=8,depth=4,topk=3"},
             "option tree: dynamic:nodes=8,depth=4,topk=3 branches, prompt_lookup cannot; use chain:4",
@@ -271,5 +271,5 @@ def test_a_training_free_drafter_and_a_stop_string(
     cut = capsys.readouterr()
     assert cut.out == whole.out[: whole.out.index(stop)] + "\n"
     assert "; ended by a stop string)" in cut.err and cut.err.splitlines()[-1].endswith("identical to plain decoding's")
-    with pytest.raises(UserError, match="prompt_lookup copies its drafts and cannot sample them"):
+    with pytest.raises(UserError, match="prompt_lookup cannot sample its drafts"):
         generate.stream_answer(options(drafter="prompt_lookup", draft_temperature=1.0, **more))

@@ -247,7 +247,7 @@ def test_memory_of_a_lookup_grows_with_the_text(target: Target, monkeypatch: pyt
     monkeypatch.setattr(drafter, "new_state", lambda prompt: state)
     generate(target, prompt, drafter, max_new_tokens=100)
     assert len(prompt) + 90 < len(state.tokens) < len(prompt) + 100
-    assert sum(map(len, state.behind.values())) < 3 * len(state.tokens)
+    assert sum(map(len, state.following.values())) < 3 * len(state.tokens)
 
 
 def test_noise_is_kept_for_the_places_of_one_pass(target: Target) -> None:

@@ -369,7 +369,7 @@ class First:
 
 def test_a_dynamic_tree_is_not_sampled() -> None:
     plan = parse_tree("dynamic:nodes=8,depth=3,topk=4")
-    with pytest.raises(UserError, match="dynamic:nodes=8,depth=3,topk=4 ranks its drafts"):
+    with pytest.raises(UserError, match="dynamic:nodes=8,depth=3,topk=4 cannot sample its drafts"):
         Toy().grow(plan, Drawing(1.0, First()))
 
 

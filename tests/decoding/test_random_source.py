@@ -9,8 +9,8 @@ from spechead.decoding.random_source import SeededSource
 
 
 def outcomes(seed: int) -> list[int]:
-    chance = SeededSource(seed)
-    return [chance.categorical(torch.ones(1000)) for _ in range(10)] + [chance.bernoulli(0.5) for _ in range(20)]
+    random = SeededSource(seed)
+    return [random.categorical(torch.ones(1000)) for _ in range(10)] + [random.bernoulli(0.5) for _ in range(20)]
 
 
 def test_the_seed_decides() -> None:
@@ -18,20 +18,20 @@ def test_the_seed_decides() -> None:
 
 
 def test_certain_coins() -> None:
-    chance = SeededSource(0)
-    assert all(chance.bernoulli(1.0) and not chance.bernoulli(0.0) for _ in range(1000))
+    random = SeededSource(0)
+    assert all(random.bernoulli(1.0) and not random.bernoulli(0.0) for _ in range(1000))
 
 
 def test_coins_follow_their_probability() -> None:
-    chance = SeededSource(0)
-    heads = sum(chance.bernoulli(0.3) for _ in range(10_000))
+    random = SeededSource(0)
+    heads = sum(random.bernoulli(0.3) for _ in range(10_000))
     assert abs(heads - 3000) < 4 * (10_000 * 0.3 * 0.7) ** 0.5
 
 
 def test_choices_follow_their_weights() -> None:
     weights = torch.tensor([0.0, 1.0, 0.0, 5.0, 3.0, 1.0, 0.0])  # need not sum to 1
-    chance, draws = SeededSource(1), 10_000
-    counts = torch.bincount(torch.tensor([chance.categorical(weights) for _ in range(draws)]), minlength=7)
+    random, draws = SeededSource(1), 10_000
+    counts = torch.bincount(torch.tensor([random.categorical(weights) for _ in range(draws)]), minlength=7)
     expected = weights / weights.sum() * draws
     some = weights > 0
     assert counts[~some].sum() == 0

@@ -66,51 +66,51 @@ P = table([0.1, 0.6, 0.3], [0.2, 0.3, 0.5], [0.7, 0.2, 0.1], [0.1, 0.8, 0.1])
 
 
 def test_rejection_takes_the_first_sibling_that_passes() -> None:
-    chance = Told([True])
-    assert rejection(SIBLINGS, P, chance) == Accepted([0, 1], [0, 2])
-    assert chance.probabilities == pytest.approx([0.1 / 0.6])
-    assert chance.weights == pytest.approx([0.2, 0.3, 0.5])
+    random = Told([True])
+    assert rejection(SIBLINGS, P, random) == Accepted([0, 1], [0, 2])
+    assert random.probabilities == pytest.approx([0.1 / 0.6])
+    assert random.weights == pytest.approx([0.2, 0.3, 0.5])
 
 
 def test_rejection_follows_the_rest_and_renormalises_siblings() -> None:
     drafts = tree([0, 0, 2, 1], [-1, 0, 0, 0], SIBLINGS.drawn_from)
-    chance = Told([False, False, True])
-    assert rejection(drafts, P, chance) == Accepted([0, 3], [1, 1])
+    random = Told([False, False, True])
+    assert rejection(drafts, P, random) == Accepted([0, 3], [1, 1])
     # Without 0: p - q = (-, .4, .1) makes p (0, .8, .2), and q is (0, .5, .5). Without 2: (-, .3, -), (0, 1, 0).
-    assert chance.probabilities == pytest.approx([0.1 / 0.6, 0.2 / 0.5, 1.0])
+    assert random.probabilities == pytest.approx([0.1 / 0.6, 0.2 / 0.5, 1.0])
 
 
 def test_rejection_draws_the_bonus_from_the_rest() -> None:
     drafts = tree([0, 0], [-1, 0], SIBLINGS.drawn_from[:2])  # type: ignore[index]
-    chance = Told([False])
-    assert rejection(drafts, P[:2], chance) == Accepted([0], [1])
-    assert chance.weights == pytest.approx([0.0, 0.8, 0.2])
+    random = Told([False])
+    assert rejection(drafts, P[:2], random) == Accepted([0], [1])
+    assert random.weights == pytest.approx([0.0, 0.8, 0.2])
 
 
 def test_rejection_goes_down_the_accepted_branch() -> None:
     q = table([0.5, 0.5, 0.0], NO_DRAW, [0.0, 0.5, 0.5], NO_DRAW)
     drafts = tree([0, 0, 1, 2], [-1, 0, 0, 2], q)
-    chance = Told([False, True, True])
-    assert rejection(drafts, P, chance) == Accepted([0, 2, 3], [1, 2, 1])
+    random = Told([False, True, True])
+    assert rejection(drafts, P, random) == Accepted([0, 2, 3], [1, 2, 1])
     # Behind node 2, p(2) = .1 and q(2) = .5.
-    assert chance.probabilities == pytest.approx([0.2, 0.25, 0.2])
-    assert chance.weights == pytest.approx([0.1, 0.8, 0.1])
+    assert random.probabilities == pytest.approx([0.2, 0.25, 0.2])
+    assert random.weights == pytest.approx([0.1, 0.8, 0.1])
 
 
 def test_a_sibling_drafted_twice_is_passed_over() -> None:
     drafts = tree([0, 0, 0, 1], [-1, 0, 0, 0], SIBLINGS.drawn_from)
-    chance = Told([False, True])
-    assert rejection(drafts, P, chance).path == [0, 3]
-    assert chance.probabilities == pytest.approx([0.1 / 0.6, 1.0])
+    random = Told([False, True])
+    assert rejection(drafts, P, random).path == [0, 3]
+    assert random.probabilities == pytest.approx([0.1 / 0.6, 1.0])
 
 
 def test_a_rejection_that_leaves_no_rest_falls_back_to_p() -> None:
     """Where p = q only rounding can reject; there is no p - q to draw from then."""
     drafts = tree([0, 0], [-1, 0], torch.stack([P[0], torch.zeros(3, dtype=P.dtype)]))
-    chance = Told([False])
-    rejection(drafts, P[:2], chance)
-    assert chance.probabilities == [1.0]
-    assert chance.weights == pytest.approx(P[0].tolist())
+    random = Told([False])
+    rejection(drafts, P[:2], random)
+    assert random.probabilities == [1.0]
+    assert random.weights == pytest.approx(P[0].tolist())
 
 
 # ------------------------------------------------------------------------------------------------ block
@@ -120,10 +120,10 @@ CHAIN = tree([0, 0, 1], [-1, 0, 1], table([0.6, 0.2, 0.2], [0.5, 0.3, 0.2], NO_D
 
 def test_block_by_hand() -> None:
     # r_1 = .1/.6 and r_1 p < q, so that s_1 = 0; r_2 = r_1 * .3/.3.
-    chance = Told([True, False, True])
-    assert block(CHAIN, P[:3], chance) == Accepted([0, 1, 2], [0, 1, 0])
-    assert chance.probabilities == pytest.approx([1.0, 0.0, 1 / 6])
-    assert chance.weights == pytest.approx([0.7, 0.2, 0.1])
+    random = Told([True, False, True])
+    assert block(CHAIN, P[:3], random) == Accepted([0, 1, 2], [0, 1, 0])
+    assert random.probabilities == pytest.approx([1.0, 0.0, 1 / 6])
+    assert random.weights == pytest.approx([0.7, 0.2, 0.1])
 
 
 def test_block_keeps_a_later_draft_though_an_earlier_one_failed() -> None:
@@ -131,22 +131,22 @@ def test_block_keeps_a_later_draft_though_an_earlier_one_failed() -> None:
     p = table([0.2, 0.5, 0.3], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4])
     drafts = tree([0, 0, 1], [-1, 0, 1], q)
     # r_1 = .2/.4 = .5, s_1 = .5 * .8 - .1 = .3; r_2 = min(1, .5 * .8/.1) = 1, s_2 = 1.
-    chance = Told([True, False, True])
-    assert block(drafts, p, chance) == Accepted([0, 1, 2], [0, 1, 2])
-    assert chance.probabilities == pytest.approx([1.0, 0.3 / 0.8, 1.0])
-    chance = Told([True, True, False])
-    assert block(drafts, p, chance) == Accepted([0, 1], [0, 1])
-    assert chance.weights == pytest.approx([0.0, 1.0, 0.0])
-    chance = Told([True, False, False])
-    assert block(drafts, p, chance) == Accepted([0], [1])
-    assert chance.weights == pytest.approx([0.0, 1.0, 0.0])
+    random = Told([True, False, True])
+    assert block(drafts, p, random) == Accepted([0, 1, 2], [0, 1, 2])
+    assert random.probabilities == pytest.approx([1.0, 0.3 / 0.8, 1.0])
+    random = Told([True, True, False])
+    assert block(drafts, p, random) == Accepted([0, 1], [0, 1])
+    assert random.weights == pytest.approx([0.0, 1.0, 0.0])
+    random = Told([True, False, False])
+    assert block(drafts, p, random) == Accepted([0], [1])
+    assert random.weights == pytest.approx([0.0, 1.0, 0.0])
 
 
 def test_block_of_a_draft_model_that_is_the_target() -> None:
     q = torch.cat([P[:2], torch.zeros(1, 3, dtype=P.dtype)])
-    chance = Told([True])  # only the last is asked for
-    assert block(tree([0, 0, 1], [-1, 0, 1], q), P[:3], chance) == Accepted([0, 1, 2], [0, 1, 0])
-    assert chance.probabilities == [1.0]
+    random = Told([True])  # only the last is asked for
+    assert block(tree([0, 0, 1], [-1, 0, 1], q), P[:3], random) == Accepted([0, 1, 2], [0, 1, 0])
+    assert random.probabilities == [1.0]
 
 
 # ------------------------------------------------------------------------------------------------ typical
@@ -156,11 +156,11 @@ def test_typical_by_hand() -> None:
     # Uniform over four: entropy log 4, threshold min(.09, .3 / 4) = .075. Nearly certain: threshold .09.
     p = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.92, 0.0, 0.0, 0.08], [0.905, 0.0, 0.0, 0.095], [1.0, 0, 0, 0]])
     drafts = tree([0, 1, 2, 3, 3], [-1, 0, 0, 1, 2])
-    chance = Told([])
-    assert typical(drafts, p[[0, 1, 2, 3, 3]], chance) == Accepted([0, 2, 4], [2, 3, 0])
-    assert typical(drafts, p[[0, 1, 2, 3, 3]], chance, epsilon=0.07).path == [0, 2, 4]  # as deep, and likelier
-    assert typical(drafts, p[[0, 1, 2, 3, 3]], chance, epsilon=0.5, delta=1.0).path == [0]  # .25 does not exceed 1/4
-    assert chance.weights == [0.25] * 4
+    random = Told([])
+    assert typical(drafts, p[[0, 1, 2, 3, 3]], random) == Accepted([0, 2, 4], [2, 3, 0])
+    assert typical(drafts, p[[0, 1, 2, 3, 3]], random, epsilon=0.07).path == [0, 2, 4]  # as deep, and likelier
+    assert typical(drafts, p[[0, 1, 2, 3, 3]], random, epsilon=0.5, delta=1.0).path == [0]  # .25 does not exceed 1/4
+    assert random.weights == [0.25] * 4
 
 
 def test_typical_takes_the_likeliest_of_the_deepest_paths() -> None:
@@ -174,9 +174,9 @@ def test_typical_takes_the_likeliest_of_the_deepest_paths() -> None:
 
 @pytest.mark.parametrize("rule", [rejection, block, typical])
 def test_without_drafts_the_bonus_follows_p(rule: Callable[..., Accepted]) -> None:
-    chance = Told([True])
-    assert rule(Tree.root(torch.tensor([4])), P[:1], chance) == Accepted([0], [1])
-    assert chance.weights == pytest.approx(P[0].tolist())
+    random = Told([True])
+    assert rule(Tree.root(torch.tensor([4])), P[:1], random) == Accepted([0], [1])
+    assert random.weights == pytest.approx(P[0].tolist())
 
 
 def test_rules_refuse_what_would_bias_them() -> None:
@@ -185,7 +185,7 @@ def test_rules_refuse_what_would_bias_them() -> None:
         for ranked in (chain, some):
             with pytest.raises(UserError, match="ranked.*exact_match"):
                 rule(ranked, P[: len(ranked)], SeededSource(0))
-    with pytest.raises(UserError, match="chains only"):
+    with pytest.raises(UserError, match="block needs a chain"):
         block(SIBLINGS, P, SeededSource(0))
 
 
@@ -219,10 +219,10 @@ def check(drafts: Tree, p: Tensor, result: Accepted) -> None:
 @given(sampled_trees())
 @settings(max_examples=200, deadline=None)
 def test_results_are_paths(case: tuple[Tree, Tensor, SeededSource]) -> None:
-    drafts, p, chance = case
-    check(drafts, p, rejection(drafts, p, chance))
-    check(drafts, p, typical(drafts, p, chance))
-    drawn = torch.tensor([chance.categorical(row) for row in p])
+    drafts, p, random = case
+    check(drafts, p, rejection(drafts, p, random))
+    check(drafts, p, typical(drafts, p, random))
+    drawn = torch.tensor([random.categorical(row) for row in p])
     result = exact_match(drafts, drawn)
     check(drafts, p, result)
     assert result.tokens == drawn[result.path].tolist()
@@ -233,5 +233,5 @@ def test_results_are_paths(case: tuple[Tree, Tensor, SeededSource]) -> None:
 @given(sampled_trees(chains=True))
 @settings(max_examples=100, deadline=None)
 def test_results_of_block_are_paths(case: tuple[Tree, Tensor, SeededSource]) -> None:
-    drafts, p, chance = case
-    check(drafts, p, block(drafts, p, chance))
+    drafts, p, random = case
+    check(drafts, p, block(drafts, p, random))

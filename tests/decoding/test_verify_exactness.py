@@ -95,21 +95,21 @@ def model(seed: int, warpers: tuple[float, int, float] = (1.0, 0, 1.0)) -> Tenso
 def ranked(plan: Plan, logq: Tensor) -> Draft:
     """The best drafts, whatever happens."""
     logq = logq.float()
-    return lambda chance: grow(plan, torch.tensor(0), logq[:1], None, lambda tokens, *_: logq[1 + tokens])
+    return lambda random: grow(plan, torch.tensor(0), logq[:1], None, lambda tokens, *_: logq[1 + tokens])
 
 
 def sampled(plan: Plan, logq: Tensor) -> Draft:
     """Drafts drawn from the draft model."""
     logq = logq.float()
 
-    def draft(chance: RandomSource) -> Tree:
-        drawing = Drawing(1.0, chance)
+    def draft(random: RandomSource) -> Tree:
+        drawing = Drawing(1.0, random)
         return grow(plan, torch.tensor(0), logq[:1], None, lambda tokens, *_: logq[1 + tokens], drawing, V)
 
     return draft
 
 
-def judged_by_own_draw(tree: Tree, p: Tensor, chance: RandomSource) -> Accepted:
+def judged_by_own_draw(tree: Tree, p: Tensor, random: RandomSource) -> Accepted:
     """`exact_match` with one noise for all nodes of a depth, as `Sampler.draw` has it: a point in [0, 1) falls into one
     token's span at each of them."""
     edges = p.cumsum(-1)
@@ -118,7 +118,7 @@ def judged_by_own_draw(tree: Tree, p: Tensor, chance: RandomSource) -> Accepted:
     for depth in range(int(tree.depths.max()) + 1):
         level = tree.depths == depth
         marks = torch.cat([torch.zeros(1, dtype=p.dtype), edges[level].flatten().unique()])
-        piece = chance.categorical(marks.diff())  # between two marks, no node's token changes
+        piece = random.categorical(marks.diff())  # between two marks, no node's token changes
         drawn[level] = (edges[level] <= marks[piece : piece + 2].mean()).sum(-1)
     return exact_match(tree, drawn)
 
@@ -149,7 +149,7 @@ def error(draft: Draft, judge: DraftLoss, logp: Tensor) -> float:
     written = torch.zeros(V, V, V, dtype=p.dtype)
     for weight, tree in Everything().walk(draft):
         nodes = behind(tree, p)
-        for share, result in Everything().walk(lambda chance, tree=tree, nodes=nodes: judge(tree, nodes, chance)):
+        for share, result in Everything().walk(lambda random, tree=tree, nodes=nodes: judge(tree, nodes, random)):
             written[tuple(result.tokens)] += weight * share * completed(result.tokens, p)
     own = p[0][:, None, None] * p[1 : 1 + V][:, :, None] * p[1 + V :].view(V, V, V)
     return float((written - own).abs().max())
@@ -160,15 +160,15 @@ def drafts_kept(draft: Draft, judge: DraftLoss, logp: Tensor) -> float:
     p, kept = logp.exp(), 0.0
     for weight, tree in Everything().walk(draft):
         nodes = behind(tree, p)
-        for share, result in Everything().walk(lambda chance, tree=tree, nodes=nodes: judge(tree, nodes, chance)):
+        for share, result in Everything().walk(lambda random, tree=tree, nodes=nodes: judge(tree, nodes, random)):
             kept += weight * share * (len(result.path) - 1)
     return kept
 
 
 def test_everything_is_walked_once_with_its_probability() -> None:
-    def run(chance: RandomSource) -> tuple[bool, int]:
-        heads = chance.bernoulli(0.25)
-        return heads, chance.categorical(torch.tensor([1.0, 3.0, 0.0])) if heads else 7
+    def run(random: RandomSource) -> tuple[bool, int]:
+        heads = random.bernoulli(0.25)
+        return heads, random.categorical(torch.tensor([1.0, 3.0, 0.0])) if heads else 7
 
     found = {outcome: weight for weight, outcome in Everything().walk(run)}
     assert found == {(False, 7): 0.75, (True, 0): 0.0625, (True, 1): 0.1875}
@@ -241,10 +241,10 @@ def test_ranks_that_a_plan_skips_are_exact() -> None:
 @pytest.mark.parametrize("judge", [rejection, block])
 def test_cutting_a_chain_to_the_room_left_is_exact(judge: DraftLoss) -> None:
     draft = sampled(chain(2), model(1))
-    assert error(lambda chance: draft(chance).pruned(1), judge, model(0)) < EXACT
+    assert error(lambda random: draft(random).pruned(1), judge, model(0)) < EXACT
 
-    def with_its_last_row(chance: RandomSource) -> Tree:  # what the next draft would have been drawn from tells nothing
-        tree = draft(chance)
+    def with_its_last_row(random: RandomSource) -> Tree:  # what the next draft would have been drawn from tells nothing
+        tree = draft(random)
         assert tree.drawn_from is not None
         return Tree(tree.tokens[:2], tree.parents[:2], tree.drawn_from[:2])
 
@@ -255,9 +255,9 @@ def test_siblings_drawn_with_replacement_are_exact() -> None:
     """A token drafted twice is passed over; the next new one is distributed as if it had not been drawn again."""
     logq = model(1)
 
-    def draft(chance: RandomSource) -> Tree:
+    def draft(random: RandomSource) -> Tree:
         q = logq[:1].exp().float()
-        tokens = [chance.categorical(q[0]) for _ in range(3)]
+        tokens = [random.categorical(q[0]) for _ in range(3)]
         return Tree(torch.tensor([0, *tokens]), torch.tensor([-1, 0, 0, 0]), torch.cat([q, torch.zeros(3, V)]))
 
     assert error(draft, rejection, model(0)) < EXACT
@@ -269,30 +269,30 @@ def test_siblings_drawn_with_replacement_are_exact() -> None:
 def as_if_sampled(draft: Draft, logq: Tensor) -> Draft:
     """Ranked drafts that claim to have been drawn."""
 
-    def claim(chance: RandomSource) -> Tree:
-        tree = draft(chance)
+    def claim(random: RandomSource) -> Tree:
+        tree = draft(random)
         return replace(tree, drawn_from=behind(tree, logq.exp().float()))
 
     return claim
 
 
-def zeroing(tree: Tree, p: Tensor, chance: RandomSource) -> Accepted:
+def zeroing(tree: Tree, p: Tensor, random: RandomSource) -> Accepted:
     """Sampled drafts accepted as in `rejection`, but with the remedy of ranked ones: a refused token is only struck."""
     assert tree.drawn_from is not None
     path, wanted = [0], p[0]
     for node in range(1, len(tree)):
         x, at = int(tree.tokens[node]), path[-1]
         if tree.parents[node] == at:
-            if chance.bernoulli(min(1.0, float(wanted[x] / tree.drawn_from[at, x]))):
+            if random.bernoulli(min(1.0, float(wanted[x] / tree.drawn_from[at, x]))):
                 path.append(node)
                 wanted = p[node]
             else:
                 wanted = wanted.index_fill(0, tree.tokens[node], 0)
                 wanted = wanted / wanted.sum()
-    return Accepted(path, [int(tree.tokens[node]) for node in path[1:]] + [chance.categorical(wanted)])
+    return Accepted(path, [int(tree.tokens[node]) for node in path[1:]] + [random.categorical(wanted)])
 
 
-def not_renormalised(tree: Tree, p: Tensor, chance: RandomSource) -> Accepted:
+def not_renormalised(tree: Tree, p: Tensor, random: RandomSource) -> Accepted:
     """`rejection` that judges each sibling by the q of the first."""
     assert tree.drawn_from is not None
     path, wanted = [0], p[0]
@@ -300,13 +300,13 @@ def not_renormalised(tree: Tree, p: Tensor, chance: RandomSource) -> Accepted:
         x, q = int(tree.tokens[node]), tree.drawn_from[path[-1]].to(p)
         q = q / q.sum()  # rounded to float32 before
         if tree.parents[node] == path[-1]:
-            if chance.bernoulli(min(1.0, float(wanted[x] / q[x]))):
+            if random.bernoulli(min(1.0, float(wanted[x] / q[x]))):
                 path.append(node)
                 wanted = p[node]
             else:
                 wanted = (wanted - q).clamp(min=0)
                 wanted = wanted / wanted.sum()
-    return Accepted(path, [int(tree.tokens[node]) for node in path[1:]] + [chance.categorical(wanted)])
+    return Accepted(path, [int(tree.tokens[node]) for node in path[1:]] + [random.categorical(wanted)])
 
 
 @pytest.mark.parametrize("plan", SHAPES.values(), ids=SHAPES.keys())
@@ -334,8 +334,8 @@ def test_siblings_judged_by_the_same_q_would_be_biased() -> None:
 def test_sorting_sampled_siblings_would_be_biased() -> None:
     draft = sampled(Static(((0,), (1,))), model(1))
 
-    def best_first(chance: RandomSource) -> Tree:
-        tree = draft(chance)
+    def best_first(random: RandomSource) -> Tree:
+        tree = draft(random)
         assert tree.drawn_from is not None
         order = tree.drawn_from[0, tree.tokens[1:]].argsort(descending=True)
         return replace(tree, tokens=torch.cat([tree.tokens[:1], tree.tokens[1:][order]]))
@@ -348,8 +348,8 @@ def test_sorting_sampled_siblings_would_be_biased() -> None:
 def test_dropping_a_draft_that_was_drawn_would_be_biased(judge: DraftLoss) -> None:
     draft = sampled(chain(1), model(1))
 
-    def likely_or_none(chance: RandomSource) -> Tree:
-        tree = draft(chance)
+    def likely_or_none(random: RandomSource) -> Tree:
+        tree = draft(random)
         assert tree.drawn_from is not None
         return tree if tree.drawn_from[0, tree.tokens[1]] > 0.2 else tree.pruned(0)
 

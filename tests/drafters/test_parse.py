@@ -14,7 +14,7 @@ from spechead.decoding.generate import Speculation, generate, generate_batch
 from spechead.decoding.tree import Dynamic, Plan, Static, chain
 from spechead.drafters.base import Drafter, can_draft, is_chain
 from spechead.drafters.draft_model import DraftModel
-from spechead.drafters.parse import parse_drafter, read_drafter
+from spechead.drafters.parse import load_drafter, parse_drafter
 from spechead.drafters.prompt_lookup import PromptLookup
 from spechead.drafters.self_speculative import SelfSpeculative
 from spechead.drafters.staged import Staged
@@ -101,20 +101,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_names_of_drafters(target: Target, folder: Path) -> None:
     state = PromptLookup().new_state(torch.tensor([7]))
-    lookup = parse_drafter("prompt_lookup:match=latest,ngram=2", target)
+    lookup = load_drafter("prompt_lookup:match=latest,ngram=2", target)
     assert isinstance(lookup, PromptLookup)
     lookup.propose(state, torch.tensor([8, 7, 9, 7]), NOTHING, chain(1))
-    assert max(map(len, state.behind)) == 2
-    assert isinstance(parse_drafter("prompt_lookup", target), PromptLookup)
+    assert max(map(len, state.following)) == 2
+    assert isinstance(load_drafter("prompt_lookup", target), PromptLookup)
 
-    itself = parse_drafter("self:0-2,4,6", target)
+    itself = load_drafter("self:0-2,4,6", target)
     assert isinstance(itself, SelfSpeculative)
     assert list(itself.draft._blocks) == [target._blocks[i] for i in (0, 1, 2, 4, 6)]
 
-    staged = parse_drafter(f"staged:draft_model:{folder}+prompt_lookup:ngram=2", target)
+    staged = load_drafter(f"staged:draft_model:{folder}+prompt_lookup:ngram=2", target)
     assert isinstance(staged, Staged) and isinstance(staged.tiny, PromptLookup)
     assert staged.middle.draft.n_layers == 7
-    staged = parse_drafter("staged:self:0-3+self:0-1", target)
+    staged = load_drafter("staged:self:0-3+self:0-1", target)
     assert isinstance(staged, Staged) and isinstance(staged.tiny, SelfSpeculative)
     assert staged.tiny.target is staged.middle.draft and staged.tiny.draft.n_layers == 2
 
@@ -124,7 +124,7 @@ def test_a_draft_model_is_loaded_beside_the_target(folder: Path) -> None:
         target = Target.load(str(folder), device="cpu", **options)  # type: ignore[arg-type]
         target.base = "another"
         for dtype in ("float32", "bfloat16", "auto"):
-            drafter = parse_drafter(f"draft_model:{folder}", target, dtype=dtype)
+            drafter = load_drafter(f"draft_model:{folder}", target, dtype=dtype)
             assert isinstance(drafter, DraftModel)
             assert drafter.draft is not target
             assert (drafter.draft.device, drafter.draft.packed) == (target.device, target.packed)
@@ -141,12 +141,12 @@ def test_what_drafts_is_bfloat16_where_that_is_fast(target: Target, monkeypatch:
 def test_a_targets_own_name_is_the_target_itself(folder: Path) -> None:
     target = Target.load(str(folder), device="cpu", pack=False)
     for dtype in ("auto", "float32"):
-        drafter = parse_drafter(f"draft_model:{folder}", target, dtype=dtype)
+        drafter = load_drafter(f"draft_model:{folder}", target, dtype=dtype)
         assert isinstance(drafter, DraftModel) and drafter.draft is target
-    other = parse_drafter(f"draft_model:{folder}", target, dtype="bfloat16")
+    other = load_drafter(f"draft_model:{folder}", target, dtype="bfloat16")
     assert isinstance(other, DraftModel) and other.draft.dtype == torch.bfloat16
     target.base = "own"
-    staged = parse_drafter("staged:self:0-2+draft_model:own", target)
+    staged = load_drafter("staged:self:0-2+draft_model:own", target)
     assert isinstance(staged, Staged) and isinstance(staged.tiny, DraftModel)
     assert staged.tiny.draft is target, "and not the middle, which goes by the same name"
 
@@ -160,46 +160,46 @@ def test_code_of_a_draft_model_runs_where_it_is_allowed(target: Target, monkeypa
 
     monkeypatch.setattr(Target, "load", load)
     for trust in (False, True):
-        parse_drafter("draft_model:code", target, trust_remote_code=trust)
-        parse_drafter("staged:self:0-2+draft_model:code", target, trust_remote_code=trust)
+        load_drafter("draft_model:code", target, trust_remote_code=trust)
+        load_drafter("staged:self:0-2+draft_model:code", target, trust_remote_code=trust)
     assert allowed == [False, False, True, True]
 
 
 def test_only_some_drafters_branch() -> None:
     for text, branches in (("prompt_lookup", False), ("self:0-3", True), ("draft_model:x", True)):
-        assert can_draft(read_drafter(text).kind, TREE) == branches
-        assert can_draft(read_drafter(text).kind, Dynamic(6, 3, 2)) == branches
-        assert can_draft(read_drafter(text).kind, chain(3, floor=0.1))
-    assert not can_draft(read_drafter("staged:self:0-3+prompt_lookup").kind, TREE)
+        assert can_draft(parse_drafter(text).kind, TREE) == branches
+        assert can_draft(parse_drafter(text).kind, Dynamic(6, 3, 2)) == branches
+        assert can_draft(parse_drafter(text).kind, chain(3, floor=0.1))
+    assert not can_draft(parse_drafter("staged:self:0-3+prompt_lookup").kind, TREE)
     assert is_chain(Static(((0,), (0, 0)))) and not is_chain(Static(((0,), (1,)))) and not is_chain(Static(((1,),)))
 
 
 @pytest.mark.parametrize(
     "text,reason",
     [
-        ("", "not understood; known are prompt_lookup"),
-        ("eagle", "drafter 'eagle' is not understood"),
-        ("prompt_lookup:", "not understood"),
-        ("prompt_lookup:ngram=two", "not understood"),
-        ("prompt_lookup:ngram=0", "ngram 0 is not from 1 to 16"),
-        ("prompt_lookup:match=best", "match 'best' is not one of first, latest"),
-        ("draft_model:", "not understood"),
+        ("", "option drafter: '' is not a drafter; use prompt_lookup"),
+        ("eagle", "option drafter: 'eagle' is not a drafter"),
+        ("prompt_lookup:", "is not a drafter"),
+        ("prompt_lookup:ngram=two", "is not a drafter"),
+        ("prompt_lookup:ngram=0", "ngram of prompt_lookup must be from 1 to 16, got 0"),
+        ("prompt_lookup:match=best", "match of prompt_lookup must be first or latest, got 'best'"),
+        ("draft_model:", "is not a drafter"),
         ("draft_model:nowhere", "draft model: target 'nowhere' cannot be loaded"),
-        ("self:", "not understood"),
-        ("self:0,1-", "not understood"),
-        ("self:0-7", "'tiny-llama' has no layer 7, only 0-6"),
-        ("self:3-1,5", "'self:3-1,5': layers ascend"),
-        ("self:5,2", "'self:5,2': layers ascend"),
-        ("self:0-3,3", "'self:0-3,3': layers ascend"),
-        ("staged:prompt_lookup", "'' is not understood"),
-        ("staged:prompt_lookup+prompt_lookup", "'prompt_lookup' is no model"),
-        ("staged:self:0-3+eagle", "'eagle' is not understood"),
-        ("staged:self:0-3", "'' is not understood"),
+        ("self:", "is not a drafter"),
+        ("self:0,1-", "is not a drafter"),
+        ("self:0-7", "'tiny-llama' has layers 0-6, not 7"),
+        ("self:3-1,5", "layers of 'self:3-1,5' must ascend"),
+        ("self:5,2", "layers of 'self:5,2' must ascend"),
+        ("self:0-3,3", "layers of 'self:0-3,3' must ascend"),
+        ("staged:prompt_lookup", "'' is not a drafter"),
+        ("staged:prompt_lookup+prompt_lookup", "'prompt_lookup' in .* is not a model"),
+        ("staged:self:0-3+eagle", "'eagle' is not a drafter"),
+        ("staged:self:0-3", "'' is not a drafter"),
     ],
 )
-def test_what_is_not_understood(target: Target, text: str, reason: str) -> None:
+def test_mistakes_are_named(target: Target, text: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
-        parse_drafter(text, target)
-    if "has no layer" not in reason and "cannot be loaded" not in reason:  # the rest needs no target
+        load_drafter(text, target)
+    if "has layers" not in reason and "cannot be loaded" not in reason:  # the rest needs no target
         with pytest.raises(UserError, match=reason):
-            read_drafter(text)
+            parse_drafter(text)

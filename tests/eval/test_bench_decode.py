@@ -350,7 +350,7 @@ def test_a_target_of_few_positions_is_measured_as_far_as_it_goes() -> None:
         (["--head", "nowhere"], "no head at nowhere"),
         (["--json", "."], "option json: . is a folder, name a file"),
         (["--drafters", "x"], "unknown option drafters (did you mean drafter?)"),
-        (["--drafter", "self:0-3 chain:2"], "drafter 'self:0-3 chain:2' is not understood"),
+        (["--drafter", "self:0-3 chain:2"], "option drafter: 'self:0-3 chain:2' is not a drafter"),
         (["--draft-dtype", "int8"], "option draft_dtype: 'int8' is not one of auto"),
     ],
 )

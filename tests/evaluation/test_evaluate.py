@@ -267,7 +267,7 @@ def test_answers_are_cut_to_the_positions_of_the_target(
         ({"max_new_tokens": 1}, "option max_new_tokens: must be at least 2, got 1"),
         ({"temperature": -1.0}, "option temperature: must be at least 0, got -1.0"),
         ({"draft_dtype": "int8"}, "option draft_dtype: 'int8' is not one of auto, float32, bfloat16, float16"),
-        ({"drafter": ["self:0-3", "prompt_look"]}, "drafter 'prompt_look' is not understood"),
+        ({"drafter": ["self:0-3", "prompt_look"]}, "option drafter: 'prompt_look' is not a drafter"),
         (
             {"rule": "block", "tree": ["chain:2", "static:[[0],[1]]"], "draft_temperature": 1.0},
             r"option rule: block needs a chain, not static:\[\[0\],\[1\]\]",
@@ -299,8 +299,8 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"drafter": ["self:0-9"]}, "'tiny-llama' has no layer 9, only 0-6"),
-        ({"drafter": ["self:0-3", "prompt_lookup"], "draft_temperature": 1.0}, "prompt_lookup copies its drafts"),
+        ({"drafter": ["self:0-9"]}, "'tiny-llama' has layers 0-6, not 9"),
+        ({"drafter": ["self:0-3", "prompt_lookup"], "draft_temperature": 1.0}, "prompt_lookup cannot sample"),
     ],
 )
 def test_a_drafter_that_does_not_fit_is_named(prompts: Path, use: Use, more: dict[str, Any], message: str) -> None:
