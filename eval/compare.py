@@ -33,7 +33,7 @@ from spechead.data.dataset import build_samples, read_conversations, split_valid
 from spechead.errors import UserError
 from spechead.evaluation.evaluate import EvalOptions, evaluate
 from spechead.evaluation.measure import describe_machine
-from spechead.evaluation.page import escape, figure, pairs, table, whole_page
+from spechead.evaluation.page import render
 from spechead.evaluation.plots import intervals
 from spechead.evaluation.report import identical, number, with_interval
 from spechead.files import read_json, write_json, write_text
@@ -260,36 +260,35 @@ def page_path(options: CompareOptions) -> Path:
     return Path(options.out).with_suffix(".html")
 
 
-COLUMNS = ("head", "speed-up [95 %]", "tokens/pass, tree", "tokens/pass, chain", "ms drafting", "identical")
-COLUMNS += ("parameters", "training tokens/s")
+COLUMNS = (
+    *("head", "speed-up [95 %]", "tokens/pass, tree", "tokens/pass, chain", "ms drafting", "identical"),
+    *("parameters", "training tokens/s"),
+)
 
 
-def page(found: dict[str, Any]) -> str:
+def page(results: dict[str, Any]) -> str:
     """One file that needs nothing else; the fastest head comes first and stands out."""
-    heads = dict(sorted(found["heads"].items(), key=lambda item: -(item[1]["speedup"] or 0)))
-    shown = found["settings"]
-    about = (
-        f"{shown['target']}, {found['budget_s']:g} s of training for each head, {shown['tree']} and {shown['chain']}"
-    )
+    heads = dict(sorted(results["heads"].items(), key=lambda item: -(item[1]["speedup"] or 0)))
+    settings = results["settings"]
+    budget = f"{results['budget_s']:g} s of training for each head"
     plots = [
         ("Speed-up over plain decoding, tree", "speedup", "times as fast as plain"),
         ("Tokens per pass, tree", "acceptance_length_tree", "tokens committed by a pass"),
         ("Tokens per pass, chain", "acceptance_length_chain", "tokens committed by a pass"),
     ]
-    figures = [
-        figure(label, intervals(key, [(name, head[key], head[f"{key}_ci"]) for name, head in heads.items()], axis))
-        for label, key, axis in plots
-    ]
-    body = [
-        f"<h1>Heads side by side</h1><p>{escape(about)}</p>",
-        table(COLUMNS, [cells(name, head) for name, head in heads.items()]),
-        "<p>Same target, data, order of samples and training time for each head; plain and speculative decoding of the "
-        "same held-out prompts in turns. Brackets: 95 % intervals by bootstrap over prompts. Speed-up, drafting (of a "
-        "pass) and identical text are those of the tree.</p>",
-        f'<div class="figures">{"".join(figures)}</div>',
-        f"<h2>Settings</h2><dl>{pairs(shown)}</dl><h2>Machine</h2><dl>{pairs(found['machine'])}</dl>",
-    ]
-    return whole_page("Heads side by side", "\n".join(body))
+    return render(
+        "compare.html.j2",
+        title="Heads side by side",
+        subtitle=f"{settings['target']}, {budget}, {settings['tree']} and {settings['chain']}",
+        columns=COLUMNS,
+        rows=[cells(name, head) for name, head in heads.items()],
+        plots=[
+            (label, intervals(key, [(name, head[key], head[f"{key}_ci"]) for name, head in heads.items()], axis))
+            for label, key, axis in plots
+        ],
+        settings=settings,
+        machine=results["machine"],
+    )
 
 
 def cells(name: str, head: dict[str, Any]) -> list[str]:

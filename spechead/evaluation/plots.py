@@ -1,6 +1,6 @@
-"""The plots of an evaluation report and of a comparison, as inline SVG that takes the colours of the page around it.
+"""The plots of an evaluation report and of a comparison: inline SVG that takes the text colour of the page around it.
 
-Knows nothing of HTML beyond that. Colours are Okabe and Ito's, with a second cue (marker, hatch) beside each.
+Colours are Okabe and Ito's, each with a second cue (marker, hatch). matplotlib escapes the labels.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-INK = "#010203"  # stands for the text colour of the page, see `_svg`
+INK = "#010203"  # placeholder for the text colour of the page, see `_svg`
 BLUE, ORANGE, GREEN, PINK, GREY = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#808080"
 PHASES = {"verify": (BLUE, ""), "draft": (ORANGE, "//"), "commit": (GREEN, ".."), "other": (PINK, "xx")}
 LOOK: Any = {
@@ -52,7 +52,7 @@ def acceptance(entry: Mapping[str, Any]) -> str:
 
 
 def phases(entry: Mapping[str, Any]) -> str:
-    """Where the milliseconds of a pass go, plain and speculative; the prefill is not in it."""
+    """Milliseconds of a pass by phase, plain and speculative, without the prefill."""
     kinds = (("plain", "plain_seconds", "plain_passes"), ("speculative", "seconds", "passes"))
     bars = [(label, entry[seconds], entry[passes]) for label, seconds, passes in kinds if entry[passes]]
 
@@ -76,7 +76,7 @@ def phases(entry: Mapping[str, Any]) -> str:
 
 
 def speedups(suites: Mapping[str, Mapping[str, Any]]) -> str:
-    """Speed-up of every suite with its interval, and the line of no gain."""
+    """Speed-up of every suite with its interval, and the line of plain decoding."""
     main = next(iter(suites))
     labels = {name: _short(name.removeprefix(main).lstrip("/@") or "all") for name in suites}
     rows = [(labels[name], entry["speedup"], entry["speedup_ci"]) for name, entry in suites.items()]
@@ -84,7 +84,7 @@ def speedups(suites: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def intervals(name: str, rows: Sequence[tuple[str, float | None, Sequence[float] | None]], axis: str) -> str:
-    """A line a row: label, value, its interval. The first row stands out; 1 is what plain decoding has."""
+    """One line per row: label, value, its interval. The first row stands out; the line at 1 is plain decoding."""
     shown = [(label, value, bounds or (value, value)) for label, value, bounds in rows if value is not None]
 
     def draw(axes: Any) -> None:
@@ -101,7 +101,7 @@ def intervals(name: str, rows: Sequence[tuple[str, float | None, Sequence[float]
 
 
 def tokens_per_pass(entry: Mapping[str, Any]) -> str:
-    """How many tokens a pass commits, as shares of all passes."""
+    """The tokens that a pass commits, as shares of all passes."""
     counts = {int(n): count for n, count in entry["tokens_per_pass"].items()}
     total = sum(counts.values())
 
@@ -129,13 +129,13 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
 
 
 def _svg(name: str, draw: Callable[[Any], None], height: float = 3.6) -> str:
-    """Draw on fresh axes; the ink becomes the page's own text colour, the width the page's own width."""
+    """Draw on new axes; INK becomes the page's text colour, the width that of the page."""
     text = StringIO()
     with rc_context(LOOK | {"svg.hashsalt": name}):
         figure = Figure(figsize=(5.6, height), layout="constrained")
         draw(figure.subplots())
-        nothing = dict.fromkeys(["Date", "Creator", "Format", "Type"])
-        figure.savefig(text, format="svg", transparent=True, metadata=nothing)
+        no_metadata = dict.fromkeys(["Date", "Creator", "Format", "Type"])
+        figure.savefig(text, format="svg", transparent=True, metadata=no_metadata)
     svg = text.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)

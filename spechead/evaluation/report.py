@@ -1,7 +1,6 @@
 """An evaluation in words: the table on the console, and the remarks that no reader must miss.
 
-Reads only the report dictionary that evaluate.py writes to report.json. Knows nothing of models; the same in
-HTML is page.py.
+Functions of the report dictionary that evaluate.py writes to report.json; page.py presents the same in HTML.
 """
 
 from collections.abc import Sequence
@@ -14,7 +13,7 @@ from rich.text import Text
 
 PLAIN_WIDTH = 140  # of a table that goes into a file or a pipe
 MISSING = "-"
-NOISE = 1.05  # plain decoding this much slower than generate is no longer noise of the clock
+NOISE = 1.05  # plain decoding slower than generate by more than this factor is not timing noise
 
 
 # ------------------------------------------------------------------------------------------------ words
@@ -26,26 +25,26 @@ def main_suite(report: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def whole_suites(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The suites of all prompts, one a drafter and tree, as `named`: those of single kinds repeat the main one's."""
+    """The suites of all prompts, one per drafter and tree, by label; those of one category repeat the main one."""
     main, _ = main_suite(report)
-    return {named(name, entry): entry for name, entry in report["suites"].items() if not name.startswith(f"{main}/")}
+    return {labelled(name, entry): entry for name, entry in report["suites"].items() if not name.startswith(f"{main}/")}
 
 
 def tables(report: dict[str, Any]) -> list[dict[str, dict[str, Any]]]:
-    """All suites, as `named`, in one table or two: numbers of a lossy rule never stand beside others."""
-    both: dict[bool, dict[str, dict[str, Any]]] = {}
+    """All suites by label, in one table or two: numbers of a lossy rule are kept separate."""
+    by_lossy: dict[bool, dict[str, dict[str, Any]]] = {}
     for name, entry in report["suites"].items():
-        both.setdefault(is_lossy(entry), {})[named(name, entry)] = entry
-    return list(both.values())
+        by_lossy.setdefault(is_lossy(entry), {})[labelled(name, entry)] = entry
+    return list(by_lossy.values())
 
 
 def is_lossy(entry: dict[str, Any]) -> bool:
-    """Whether the suite's text may leave the target's distribution; reports of before there were rules do not say."""
+    """Whether the suite's text may leave the target's distribution; the oldest reports have no such entry."""
     return bool(entry.get("lossy"))
 
 
-def named(name: str, entry: dict[str, Any]) -> str:
-    """`name`, marked where the numbers behind it are those of a lossy rule."""
+def labelled(name: str, entry: dict[str, Any]) -> str:
+    """`name`, marked if its numbers are those of a lossy rule."""
     return f"{name} (lossy)" if is_lossy(entry) else name
 
 
@@ -62,28 +61,28 @@ def with_interval(value: float | None, bounds: Sequence[float] | None, prefix: s
 def identical(entry: dict[str, Any]) -> str:
     if is_lossy(entry):
         return "lossy"
-    found = entry["lossless"]
-    return f"{found['equal']}/{found['checked']}" if found["checked"] else "not compared"
+    lossless = entry["lossless"]
+    return f"{lossless['equal']}/{lossless['checked']}" if lossless["checked"] else "not compared"
 
 
 def verdict(entry: dict[str, Any]) -> tuple[bool, str]:
-    """What is known of the suite's text: (is it as it should be, sentence)."""
+    """The verdict on the suite's text: (is it as it should be, sentence)."""
     if is_lossy(entry):
         return False, f"LOSSY: under the rule {entry['rule']} the text does not follow the target's distribution"
-    found = entry["lossless"]
-    if not found["checked"]:
+    lossless = entry["lossless"]
+    if not lossless["checked"]:
         same = f"under the rule {entry['rule']} the text follows plain decoding's distribution (tests enumerate it)"
-        return True, f"{same} with other draws: equality is not expected and was not checked"
-    return found["equal"] == found["checked"], f"text identical to plain decoding: {identical(entry)} prompts"
+        return True, f"{same} with other samples: equality is not expected and was not checked"
+    return lossless["equal"] == lossless["checked"], f"text identical to plain decoding: {identical(entry)} prompts"
 
 
 def title(report: dict[str, Any]) -> str:
     drafter = report["kind"] if report.get("head") == "" else f"{report['kind']} head"
-    return named(f"{drafter} on {report['target']}", main_suite(report)[1])
+    return labelled(f"{drafter} on {report['target']}", main_suite(report)[1])
 
 
 def precision(report: dict[str, Any]) -> str:
-    """The target's dtype, and that of a head or draft model where it is another."""
+    """The target's dtype, and that of a head or draft model if it differs."""
     settings = report["settings"]
     drafts = settings.get("draft_dtype", report["dtype"])
     loaded = report["head"] or any("draft_model:" in name for name in settings.get("drafter", ()))
@@ -91,42 +90,42 @@ def precision(report: dict[str, Any]) -> str:
 
 
 def remarks(report: dict[str, Any]) -> list[tuple[bool, str]]:
-    """What a reader must not miss: (is it an alarm, sentence)."""
-    found = [remark for key, entry in whole_suites(report).items() for remark in _differences(report, key, entry)]
+    """(is it an alarm, sentence) for each remark."""
+    notes = [remark for key, entry in whole_suites(report).items() for remark in _differences(report, key, entry)]
     entry = main_suite(report)[1]
     ratio, reference = entry["generate_ratio"], entry["generate_equal"]
     if ratio is not None and ratio > NOISE:
         slower = f"plain decoding takes {ratio:.2f} times as long as transformers' generate"
-        found.append((True, f"{slower}: the speed-up is flattered"))
+        notes.append((True, f"{slower}: the speed-up is overstated"))
     if reference["equal"] < reference["checked"]:
         same = f"{reference['equal']}/{reference['checked']} prompts"
-        found.append((False, f"plain decoding and transformers' generate wrote the same text on {same}"))
+        notes.append((False, f"plain decoding and transformers' generate wrote the same text on {same}"))
     if foreign := report["settings"].get("foreign_data"):
-        found.append((False, f"the head learned from answers of others: {foreign}"))
+        notes.append((False, f"the head was trained on answers of other models: {foreign}"))
     costs, tau = entry["costs"], entry["acceptance_length"]
     if costs is not None and tau is not None:
         parts = ", ".join(f"{name} {costs[name]:.2f}" for name in ("verify", "draft", "rest"))
         cost = f"a pass costs {costs['break_even']:.2f} plain passes ({parts})"
-        found.append((False, named(f"{cost} and yields {tau:.2f} tokens", entry)))
+        notes.append((False, labelled(f"{cost} and yields {tau:.2f} tokens", entry)))
     if entry["speedup"] is not None and entry["speedup"] < 1:
-        slower = named(f"speculation is slower than plain decoding here: x{entry['speedup']:.2f}", entry)
-        found.append((True, f"{slower}; a smaller tree may help"))
-    return found
+        slower = labelled(f"speculation is slower than plain decoding here: x{entry['speedup']:.2f}", entry)
+        notes.append((True, f"{slower}; a smaller tree may help"))
+    return notes
 
 
 def _differences(report: dict[str, Any], name: str, entry: dict[str, Any]) -> list[tuple[bool, str]]:
-    """Float32 must give equal text. In half precision a near tie may fall the other way in a wider pass."""
+    """Float32 must yield equal text; in half precision a wider pass may turn a near tie."""
     differing = entry["lossless"]["divergences"]
     if not differing:
         return []
     first = differing[0]
     gaps = [d["gap"] for d in differing if d["gap"] is not None]
     where = f"first: prompt {first['prompt']}, token {first['position']}"
-    near = f"; gap between the two best logits there at most {max(gaps):.3g}" if gaps else ""
+    gap = f"; gap between the two best logits there at most {max(gaps):.3g}" if gaps else ""
     count = f"{len(differing)} of {entry['lossless']['checked']} prompts"
     if report["dtype"] == "float32":
-        return [(True, f"NOT LOSSLESS: {name}: {count} differ from plain decoding in float32 ({where}{near})")]
-    return [(False, f"{name}: {count} differ from plain decoding in {report['dtype']} ({where}{near})")]
+        return [(True, f"NOT LOSSLESS: {name}: {count} differ from plain decoding in float32 ({where}{gap})")]
+    return [(False, f"{name}: {count} differ from plain decoding in {report['dtype']} ({where}{gap})")]
 
 
 # ------------------------------------------------------------------------------------------------ console
@@ -157,7 +156,7 @@ def cells(name: str, entry: dict[str, Any]) -> list[str]:
 
 
 def print_report(report: dict[str, Any], out: Path, console: Console | None = None) -> None:
-    """The table, or two, and the remarks; plain aligned text where the output is not a terminal."""
+    """Print the tables and the remarks; plain aligned text if the output is not a terminal."""
     console = console or Console()
     if not console.is_terminal:
         console = Console(file=console.file, width=PLAIN_WIDTH, color_system=None)

@@ -1,7 +1,4 @@
-"""`spechead summary RUN`: the main figures of a run, where its files lie, and what to try next.
-
-Knows nothing but the layout of a run's folder and the schema of report.json.
-"""
+"""`spechead summary RUN`: the main figures of a run, its files, and what to try next."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +11,18 @@ from rich.text import Text
 from spechead.errors import UserError
 from spechead.evaluation.report import identical, number, title, whole_suites, with_interval
 from spechead.files import read_json
+from spechead.options import Options
 
 SCHEMA = 1
 PROMPT = "Explain why the sky is blue."
 
 
 @dataclass
-class SummaryOptions:
-    """The main figures of a run, where its files lie, and what to try next."""
+class SummaryOptions(Options):
+    """Print the main figures of a run, its files, and what to try next."""
 
     run: str
-    """Folder of the run, which holds head/ and eval/report.json."""
+    """Folder of the run, which contains head/ and eval/report.json."""
 
 
 def summary(options: SummaryOptions) -> None:
@@ -32,10 +30,10 @@ def summary(options: SummaryOptions) -> None:
     run = Path(options.run)
     path = run / "eval" / "report.json"
     if not path.is_file():
-        raise UserError(f"no report at {path}: first run spechead eval --head {run}/head --out {run}/eval")
+        raise UserError(f"option run: no report at {path}; first run spechead eval --head {run}/head --out {run}/eval")
     report = read_json(path)
     if not isinstance(report, dict) or report.get("schema") != SCHEMA:
-        raise UserError(f"{path} is not a report of schema {SCHEMA}: evaluate again")
+        raise UserError(f"{path}: not a report of schema {SCHEMA}, evaluate again")
     console = Console(highlight=False)
     console.print()
     console.print(figures(report))
@@ -46,7 +44,7 @@ def summary(options: SummaryOptions) -> None:
 
 
 def figures(report: dict[str, Any]) -> Table:
-    """One line a figure, one column a tree that was measured."""
+    """One line per figure, one column per drafter and tree."""
     suites = whole_suites(report)
     headline = Text(f"{title(report)}, {report['dtype']} on {report['device']}")
     table = Table(title=headline, title_justify="left", box=None, padding=(0, 3, 0, 0), show_header=len(suites) > 1)
@@ -72,7 +70,7 @@ def figures(report: dict[str, Any]) -> Table:
 
 
 def places(run: Path) -> list[tuple[str, Path]]:
-    """The files of a run that exist, with what they are."""
+    """The files of a run that exist: (what it is, path)."""
     known = [
         ("head", run / "head"),
         ("report", run / "eval" / "report.html"),

@@ -1,48 +1,44 @@
-"""The model card of an exported head: what it is for, what it measured, and how it is served.
+"""The model card of an exported head: what it is for, how it is served, and what it measured.
 
-Knows nothing of models; writes no path of this machine.
+It contains no path of this machine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from spechead.evaluation.report import identical, is_lossy, main_suite, named, number, verdict, with_interval
+from spechead.evaluation.report import identical, is_lossy, labelled, main_suite, number, verdict, with_interval
 from spechead.files import write_text
-
-_WORDS = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "medusa": "Medusa"}
+from spechead.heads import Head
 
 
 def write_card(
     path: Path,
-    kind: str,
+    head: Head,
     target_id: str,
     server: str,
     command: str,
     *,
-    options: Mapping[str, Any],
     meta: Mapping[str, Any],
     report: Mapping[str, Any] | None,
     license: str,
 ) -> None:
-    """`options` of the head, `meta` of its training, `report` of its evaluation where there is one."""
-    word = _WORDS.get(kind, kind)
-    front = [
-        f"license: {license or 'other'}",
-        f"base_model: {target_id}",
-        "tags:",
-        "- speculative-decoding",
-        f"- {kind}",
-    ]
-    lines = ["---", *front, "---", f"# {word} head for {target_id}", ""]
+    """Write the card. `command` serves the head, `meta` describes its training, `report` its evaluation, if any."""
+    from huggingface_hub import ModelCardData
+
+    tags = ["speculative-decoding", head.kind]
+    front = ModelCardData(license=license or "other", base_model=target_id, tags=tags).to_yaml().strip()
+    options = {name: value for name, value in asdict(head.config).items() if value not in ("", None)}
+    lines = ["---", front, "---", f"# {head.title} head for {target_id}", ""]
     lines += [
-        f"A speculative head: it drafts tokens that {target_id} then verifies, so that text is written faster and "
-        f"stays the target's own. Trained and exported with spechead, in the form of {server}.",
+        f"A head for speculative decoding: it drafts tokens that {target_id} then verifies, so that text is generated "
+        f"faster and remains the target's own. Trained and exported with spechead, in the format of {server}.",
         "",
         "## Serve",
-        "Start it where this folder lies; other versions of the server may read other names.",
+        "Run this in the folder that contains this one; other versions of the server may expect other names.",
         "```",
         command,
         "```",
@@ -51,19 +47,19 @@ def write_card(
         *_results(report),
         "",
         "## Training",
-        f"- data: {_last_parts(meta.get('data'))}",
+        f"- data: {_file_names(meta.get('data'))}",
         f"- optimizer steps: {meta.get('steps', 'not recorded')}",
         *(f"- {name}: {value}" for name, value in options.items()),
         "",
         "## Licence",
-        license or "Not given. The target's licence and those of the training data apply to what is derived from them.",
+        license or "Not given. The licences of the target and of the training data apply to works derived from them.",
     ]
     write_text(path, "\n".join(lines) + "\n")
 
 
 def _results(report: Mapping[str, Any] | None) -> list[str]:
     if report is None:
-        return ["Not measured here (`spechead eval` writes a report.json)."]
+        return ["Not measured (`spechead eval` writes a report.json)."]
     name, entry = main_suite(dict(report))
     length = with_interval(entry.get("acceptance_length"), entry.get("acceptance_length_ci"))
     speed = with_interval(entry.get("speedup"), entry.get("speedup_ci"), "x")
@@ -75,14 +71,12 @@ def _results(report: Mapping[str, Any] | None) -> list[str]:
         "",
         "| drafts | tokens per pass [95 %] | speed-up [95 %] | tokens/s plain -> speculative | text identical |",
         "|---|---|---|---|---|",
-        f"| {named(str(entry.get('tree')), entry)} | {length} | {speed} | {plain} -> {fast} | {identical(entry)} |",
+        f"| {labelled(str(entry.get('tree')), entry)} | {length} | {speed} | {plain} -> {fast} | {identical(entry)} |",
     ]
     return [*lines, "", f"**{verdict(entry)[1]}.**"] if is_lossy(entry) else lines
 
 
-def _last_parts(data: Any) -> str:
-    """Names of data files, without the folders of this machine."""
-    sources = data if isinstance(data, list) else [data] if data else []
-    return ", ".join(
-        Path(str(source)).name if str(source).startswith(("/", "~")) else str(source) for source in sources
-    ) or ("not recorded")
+def _file_names(data: Any) -> str:
+    """Names of data files without the folders of this machine."""
+    sources = [str(source) for source in (data if isinstance(data, list) else [data] if data else [])]
+    return ", ".join(Path(s).name if s.startswith(("/", "~")) else s for s in sources) or "not recorded"

@@ -75,7 +75,7 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         (["data", "inspct"], "unknown command data inspct (did you mean data inspect?)"),
         (["xyzzy", "--flag"], "unknown command xyzzy (spechead --help lists them)"),
         (["train", "--optim.lrr", "1"], "unknown option optim.lrr (did you mean optim.lr?)"),
-        (["summary", "nowhere"], "no report at nowhere/eval/report.json"),
+        (["summary", "nowhere"], "option run: no report at nowhere/eval/report.json"),
         (["generate", "--prompt", "x"], "head"),
     ],
 )

@@ -1,74 +1,16 @@
-"""The table, the remarks and the page of a report: what is said, that all is escaped, that the plots draw."""
+"""The console's table and remarks of a report."""
 
 import copy
-import html
 import io
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-import pytest
 from rich.console import Console
 
-from spechead.data.prompts import Prompt
-from spechead.decoding.generate import Stats
-from spechead.evaluation import page, plots, report
-from spechead.evaluation.aggregate import Comparison, Decoded, Reference, divergence, prediction, suite_entry
-
-SECONDS = {"prefill": 0.2, "draft": 0.3, "verify": 2.0, "commit": 0.1, "other": 0.1}
-PLAIN_SECONDS = {"prefill": 0.2, "draft": 0.0, "verify": 4.2, "commit": 0.1, "other": 0.1}
-
-
-def comparison(number: int, category: str, accepted: list[int], wrong: bool = False) -> Comparison:
-    """A chain of 3 that accepts what it is told to; plain takes 4.6 s, speculative 2.7 s."""
-    committed = [a + 1 for a in accepted]
-    tokens = list(range(1 + sum(committed)))
-    stats = Stats(len(accepted), sum(committed), committed, [3] * len(accepted), accepted, SECONDS)
-    passes = len(tokens) - 1
-    plain = Decoded(tokens, 4.6, Stats(passes, passes, [1] * passes, [0] * passes, [0] * passes, PLAIN_SECONDS))
-    ours = Decoded(tokens[:2] + [99] + tokens[3:] if wrong else tokens, 2.7, stats)
-    prompt = Prompt(number, category, "?")
-    return Comparison(prompt, plain, ours, Reference(tokens, 4.6), divergence(prompt, plain.tokens, ours.tokens))
-
-
-def about(tree: str, rule: str = "exact_match", drafter: str = "eagle3") -> dict[str, Any]:
-    return {"drafter": drafter, "tree": tree, "rule": rule, "lossy": rule == "typical"}
-
-
-def full_report(wrong: bool = False) -> dict[str, Any]:
-    kinds = ["writing", "coding", "maths"]
-    pairs = [comparison(i, kinds[i % 3], [3, 1 + i % 2, 0, 2, 1, 0], wrong=wrong and i == 4) for i in range(9)]
-    suites = {
-        "held_out": suite_entry(pairs, about("chain:3")),
-        "held_out@static:[[0],[1],[0,0]]": suite_entry(pairs, about("static:[[0]]")),
-    }
-    for entry in suites.values():
-        entry["predicted"] = prediction(entry, 1.1)
-    for kind in kinds:
-        suites[f"held_out/{kind}"] = suite_entry([p for p in pairs if p.prompt.category == kind], about("chain:3"))
-    return {
-        "schema": 1,
-        "target": "smollm2-135m",
-        "head": "runs/x/head",
-        "kind": "eagle3",
-        "dtype": "float32",
-        "device": "cpu",
-        "machine": {"processor": "a <fast> one", "threads": 2},
-        "settings": {"temperature": 0.0, "tree": ["chain:3"], "out": ""},
-        "suites": suites,
-        "examples": [
-            {
-                "prompt": 1,
-                "category": "coding",
-                "text": "Is 1 < 2 & 3?",
-                "tree": "chain:3",
-                "pieces": [["<b>", 0], ["yes", 1], [" it\nis", 2], ["deep", 9]],
-            }
-        ],
-        "runs": [],
-    }
+from spechead.evaluation import report
+from tests.helpers.reports import full_report, verified_by
 
 
 def printed(entry: dict[str, Any]) -> str:
@@ -140,50 +82,36 @@ def test_remarks_on_speed() -> None:
     assert "same text on 2/3 prompts" in sentences
 
 
-def judged_by(rule: str, report: dict[str, Any], *names: str) -> dict[str, Any]:
-    """The report with those suites (default: all) judged by a rule whose text is not plain decoding's own."""
-    for name in names or report["suites"]:
-        nothing = {"checked": 0, "equal": 0, "divergences": []}
-        report["suites"][name] |= {"rule": rule, "lossy": rule == "typical", "lossless": nothing}
-    return report
-
-
-def test_a_head_that_learned_from_answers_of_others_says_so() -> None:
+def test_training_on_answers_of_other_models_is_a_remark() -> None:
     found = full_report()
-    assert not any("answers of others" in sentence for _, sentence in report.remarks(found))
+    assert not any("answers of other models" in sentence for _, sentence in report.remarks(found))
     found["settings"]["foreign_data"] = "3 of 9 answers are not marked as written by smollm2-135m"
-    assert (False, f"the head learned from answers of others: {found['settings']['foreign_data']}") in report.remarks(
-        found
-    )
+    assert (
+        False,
+        f"the head was trained on answers of other models: {found['settings']['foreign_data']}",
+    ) in report.remarks(found)
 
 
-def test_a_rule_with_other_draws_is_said_to_follow_the_distribution_and_nothing_is_said_of_equality() -> None:
-    sampled = judged_by("rejection", full_report())
+def test_a_rule_with_other_samples_says_nothing_of_equality() -> None:
+    text = printed(verified_by("rejection", full_report()))
     sentence = "under the rule rejection the text follows plain decoding's distribution (tests enumerate it)"
-    for text in (printed(sampled), html.unescape(page.render_html(sampled))):
-        assert sentence in text and "not compared" in text
-        assert "equality is not expected" in text
-        assert "identical to plain decoding" not in text and "0/0" not in text and "lossy" not in text.lower()
+    assert sentence in text and "not compared" in text
+    assert "equality is not expected" in text
+    assert "identical to plain decoding" not in text and "0/0" not in text and "lossy" not in text.lower()
 
 
 def test_a_lossy_rule_is_marked_wherever_its_numbers_stand() -> None:
-    lossy = judged_by("typical", full_report())
+    lossy = verified_by("typical", full_report())
     text = printed(lossy)
     assert "eagle3 head on smollm2-135m (lossy), float32" in text
     assert "LOSSY: under the rule typical the text does not follow the target's distribution" in text
     numbers = [line for line in text.splitlines() if re.search(r"\d\.\d\d", line)]
     assert len(numbers) == 6 and all("(lossy)" in line for line in numbers)
-    web = page.render_html(lossy)
-    cards = re.findall(r'<div class="card">.*?</div>', web)
-    assert len(cards) == 4 and all("(lossy)" in card for card in cards)
-    captions = re.findall(r"<figcaption>(.*?)</figcaption>", web)
-    assert len(captions) == 4 and all(caption.endswith("(lossy)") for caption in captions)
-    assert re.findall(r'<li class="(\w+)">(LOSSY|a pass costs)', web) == [("alarm", "LOSSY"), ("note", "a pass costs")]
 
 
 def test_lossy_numbers_have_a_table_of_their_own() -> None:
     other = "held_out@static:[[0],[1],[0,0]]"
-    both = judged_by("typical", full_report(), other)
+    both = verified_by("typical", full_report(), other)
     assert [list(table) for table in report.tables(both)] == [
         ["held_out", "held_out/writing", "held_out/coding", "held_out/maths"],
         [f"{other} (lossy)"],
@@ -193,13 +121,11 @@ def test_lossy_numbers_have_a_table_of_their_own() -> None:
     header = [number for number, line in enumerate(lines) if "tokens per pass [95 %]" in line]
     assert len(header) == 2 and f"{other} (lossy)" in lines[header[1] + 1]
     assert "text identical to plain decoding: 9/9 prompts" in lines
-    assert page.render_html(both).count("<table>") == 2
 
 
 def test_a_drafter_without_a_head_gives_the_title() -> None:
     bare = full_report() | {"head": "", "kind": "prompt_lookup"}
     assert "prompt_lookup on smollm2-135m, float32" in printed(bare)
-    assert "<h1>prompt_lookup on smollm2-135m</h1>" in page.render_html(bare)
 
 
 def test_missing_numbers_are_dashes() -> None:
@@ -214,72 +140,6 @@ def test_missing_numbers_are_dashes() -> None:
     }
     assert report.cells("held_out", bare["suites"]["held_out"])[2:] == ["-", "-", "3.1 -> 5.3", "9/9", "-"]
     assert "held_out" in printed(bare)
-    page.render_html(bare)
-
-
-# ------------------------------------------------------------------------------------------------ html
-
-
-class Wellformed(HTMLParser):
-    """Collects the tags, and the external addresses that a self-contained page must not have."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.outside: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.outside += [v for k, v in attrs if k in ("src", "href", "xlink:href") and v and not v.startswith("#")]
-
-
-def test_page_is_self_contained_with_four_plots() -> None:
-    text = page.render_html(full_report())
-    parser = Wellformed()
-    parser.feed(text)
-    assert parser.tags.count("svg") == 4 and parser.outside == []
-    assert "script" not in parser.tags and "@import" not in text
-    assert "held_out/maths" in text and "x1.70" in text
-
-
-def test_every_text_is_escaped() -> None:
-    evil = "<script>alert('1')</script> & $x_1$ \"q\""
-    bad = full_report()
-    bad["target"] = bad["head"] = bad["kind"] = evil
-    bad["settings"][evil] = evil
-    bad["machine"]["processor"] = evil
-    bad["suites"] = {evil: bad["suites"]["held_out"], f"{evil}/{evil}": bad["suites"]["held_out/coding"]}
-    bad["suites"][evil]["tree"] = evil
-    bad["examples"] = [{"prompt": evil, "category": evil, "text": evil, "tree": evil, "pieces": [[evil, 1], [evil, 0]]}]
-    text = page.render_html(bad)
-    assert "<script" not in text
-    assert "&lt;script&gt;" in text
-    printed(bad)
-
-
-def test_accepted_drafts_are_coloured_by_depth() -> None:
-    text = page.render_html(full_report())
-    assert '&lt;b&gt;<span class="d1" title="accepted draft of depth 1">yes</span>' in text
-    assert '<span class="d6" title="accepted draft of depth 9">deep</span>' in text
-
-
-def test_plots_take_the_ink_of_the_page_and_repeat_exactly() -> None:
-    entry = full_report()["suites"]["held_out"]
-    svg = plots.acceptance(entry)
-    assert svg.startswith("<svg") and "currentColor" in svg and plots.INK not in svg
-    assert svg == plots.acceptance(entry)
-
-
-@pytest.mark.parametrize("empty", [True, False])
-def test_plots_draw_without_drafts_and_with_gaps(empty: bool) -> None:
-    entry = suite_entry([comparison(1, "a", [] if empty else [0, 0])], about("chain:3"))
-    for svg in (
-        plots.acceptance(entry),
-        plots.phases(entry),
-        plots.tokens_per_pass(entry),
-        plots.speedups({"a": entry}),
-    ):
-        assert svg.startswith("<svg")
 
 
 def test_the_report_is_json_without_nan() -> None:

@@ -62,8 +62,10 @@ def test_a_column_for_each_tree_and_missing_figures(tmp_path: Path, capsys: pyte
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no report at .*: first run spechead eval --head .*/head --out .*/eval"):
+    with pytest.raises(
+        UserError, match=r"option run: no report at .*; first run spechead eval --head .*/head --out .*/eval"
+    ):
         summary(SummaryOptions(str(tmp_path)))
     run_with(tmp_path, {"schema": 2})
-    with pytest.raises(UserError, match="not a report of schema 1"):
+    with pytest.raises(UserError, match="report.json: not a report of schema 1"):
         summary(SummaryOptions(str(tmp_path)))
