@@ -1,10 +1,10 @@
-"""Which settings are worth having: train variants of a recipe for the same number of steps and compare their drafts.
+"""Ablations: train variants of a recipe for the same number of steps and compare their acceptance lengths.
 
     python eval/ablate.py --steps 500 --out eval/results/ablation.json
 
 Every variant changes `BASE` in one place and sees the same samples in the same order. The number compared is the
-acceptance length of a chain of `DEPTHS` that the held-out samples imply, however many steps a variant unrolls. OUT is
-written behind every variant; started again, variants that it holds are not trained again.
+acceptance length of a chain of `DEPTHS` drafts on the held-out samples, however many steps a variant unrolls. OUT is
+written after every variant; when started again, only the variants that it lacks are trained.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from spechead.data.dataset import Sample
 from spechead.decoding.tree import chain
 from spechead.errors import UserError
 from spechead.evaluation.measure import describe_machine
-from spechead.files import read_json, write_json
+from spechead.files import difference, read_json, write_json
 from spechead.target.loading import choose_device
-from spechead.training.engine import start
+from spechead.training.distributed import start
 from spechead.training.feature_cache import FeatureCache
 from spechead.training.recipe import load_recipe
 from spechead.training.train import fit, set_up, validate
 
-# spelled out, so that results stay comparable when the recipe moves
+# Spelled out, so that results stay comparable when the recipe moves
 BASE = [
     *("--optim.lr", "1e-3", "--optim.betas", "[0.9,0.999]", "--optim.epochs", "3"),
     *("--head.options.layers", "[2,15,29]", "--head.options.steps", "3", "--head.options.step_decay", "0.8"),
@@ -61,43 +61,45 @@ VARIANTS: dict[str, list[str]] = {
     "lk_alpha, half the steps": ["--head.options.loss", "lk_alpha", "--optim.steps", "{half}"],
     UNSHIFTED: [],
 }
-DEPTHS = 3  # that all are judged by
-MEMORY_GB = 6.0
+DEPTHS = 3  # of the drafts that all variants are measured by
+CACHE_GB = 6.0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", default="eagle3-smollm2", help="recipe that the variants change")
+    parser.add_argument("--config", default="eagle3-smollm2", help="recipe that the variants modify")
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps of one sample")
     parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=list(VARIANTS), help="variants to train")
     parser.add_argument("--out", type=Path, default=Path("runs/ablation.json"), help="JSON file to write")
     options = parser.parse_args()
-    made = {"config": options.config, "steps": options.steps, "depths": DEPTHS, "base": BASE}
-    results = earlier(options.out, made)
-    memories: dict[str, FeatureCache] = {}
+    settings = {"config": options.config, "steps": options.steps, "depths": DEPTHS, "base": BASE}
+    results = earlier_results(options.out, settings)
+    caches: dict[str, FeatureCache] = {}
     for name in options.only:
         if name not in results:
-            results[name] = run(options.config, options.steps, name, memories)
+            results[name] = run(options.config, options.steps, name, caches)
         machine = describe_machine(choose_device("auto"))
-        write_json(options.out, made | {"machine": machine, "variants": results})
+        write_json(options.out, settings | {"machine": machine, "variants": results})
     width = max(map(len, results))
-    for name, found in results.items():
-        print(f"{name:<{width}}  {found['acceptance_length']:.3f} tokens per pass  {found['seconds']:.0f} s")
+    for name, result in results.items():
+        print(f"{name:<{width}}  {result['acceptance_length']:.3f} tokens per pass  {result['seconds']:.0f} s")
 
 
-def earlier(out: Path, made: dict[str, Any]) -> dict[str, Any]:
-    """The variants that OUT holds; refused where they were made otherwise."""
+def earlier_results(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """The variants in OUT. Raises UserError if they were trained with other settings."""
     if not out.is_file():
         return {}
-    found = read_json(out)
-    if any(found.get(key) != value for key, value in made.items()):
+    earlier = read_json(out)
+    variants = dict(earlier["variants"])
+    now = settings | {name: {"flags": flags_of(name, settings["steps"])} for name in variants}
+    before = {name: earlier.get(name) for name in settings} | {n: {"flags": v["flags"]} for n, v in variants.items()}
+    changed = difference(now, before)
+    if changed is not None:
+        name, value, earlier_value = changed
         raise UserError(
-            f"out {out}: holds variants of another recipe, base, or number of steps or depths; choose another file"
+            f"option out: {out} has variants with {name} = {earlier_value!r}, now {value!r}: choose another file"
         )
-    for name, variant in found["variants"].items():
-        if variant["flags"] != flags_of(name, made["steps"]):
-            raise UserError(f"out {out}: its {name!r} was made with {variant['flags']}; choose another file")
-    return dict(found["variants"])
+    return variants
 
 
 def flags_of(name: str, steps: int) -> list[str]:
@@ -109,22 +111,23 @@ def unshifted(sample: Sample) -> Sample:
     return replace(sample, supervised=pad(sample.supervised, (2, 0))[:-2])
 
 
-def run(config: str, steps: int, name: str, memories: dict[str, FeatureCache]) -> dict[str, Any]:
-    """Train one variant in a scratch folder; the target's outputs are shared by variants with the same taps."""
+def run(config: str, steps: int, name: str, caches: dict[str, FeatureCache]) -> dict[str, Any]:
+    """Train one variant in a temporary folder; variants with the same taps share the target's outputs."""
     flags = flags_of(name, steps)
     scratch = Path(tempfile.mkdtemp())
     try:
         recipe = load_recipe(config, ["--optim.steps", str(steps), *BASE, *flags, "--out", str(scratch / "run")])
-        memory = memories.setdefault(str(recipe.head.options.get("layers")), FeatureCache(MEMORY_GB))
+        cache = caches.setdefault(str(recipe.head.options.get("layers")), FeatureCache(CACHE_GB))
         begin = time.monotonic()
-        trained = set_up(recipe, start(choose_device(recipe.target.device)), memory)
+        training = set_up(recipe, start(choose_device(recipe.target.device)), cache)
+        data = training.data
         if name == UNSHIFTED:  # the draft vocabulary stays the base's
-            trained.training = [unshifted(sample) for sample in trained.training]
-        held_out, trained.validation = trained.validation, []  # it is asked once, at the depths of all
-        fit(trained)
-        trained.validation = held_out
-        trained.head.tree = chain(DEPTHS)
-        return validate(trained, steps) | {"flags": flags, "seconds": round(time.monotonic() - begin, 1)}
+            data.training = [unshifted(sample) for sample in data.training]
+        held_out, data.validation = data.validation, []  # validated once, after training, at the depths of all
+        fit(training)
+        data.validation = held_out
+        training.module.head.tree = chain(DEPTHS)
+        return validate(training, steps) | {"flags": flags, "seconds": round(time.monotonic() - begin, 1)}
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

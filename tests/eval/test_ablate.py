@@ -1,4 +1,4 @@
-"""The ablation script: on a tiny target, started again, and the loss mask that it moves."""
+"""The ablation script: on a tiny target, started again, and its unshifted loss mask."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.training import write_tiny
 def test_variants_are_trained_once_and_never_mixed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(targets.BASE, "num_hidden_layers", 30)  # as many as the base taps
+    monkeypatch.setitem(targets.BASE, "num_hidden_layers", 30)  # as many as the base needs for its taps
     root = write_tiny(tmp_path)
     recipe = {"target": {"name": str(root / "target")}, "data": {"train": str(root / "data.jsonl")}}
     (tmp_path / "r.yaml").write_text(json.dumps(recipe | {"head": {"kind": "eagle3"}}))
@@ -34,19 +34,22 @@ def test_variants_are_trained_once_and_never_mixed(
         return dict(json.loads((tmp_path / "out.json").read_text()))
 
     names = ["the base", "1 unrolled step", ablate.UNSHIFTED]
-    found = start("--steps", "3", "--only", *names)
-    assert list(found["variants"]) == names and found["variants"]["the base"]["acceptance_length"] >= 1
-    assert all("accuracy@3" in variant and "accuracy@4" not in variant for variant in found["variants"].values())
-    assert found["variants"]["the base"]["loss"] != found["variants"][ablate.UNSHIFTED]["loss"]
+    result = start("--steps", "3", "--only", *names)
+    assert list(result["variants"]) == names and result["variants"]["the base"]["acceptance_length"] >= 1
+    assert all("accuracy@3" in variant and "accuracy@4" not in variant for variant in result["variants"].values())
+    assert result["variants"]["the base"]["loss"] != result["variants"][ablate.UNSHIFTED]["loss"]
     monkeypatch.setattr(ablate, "fit", lambda *_: pytest.fail("trained again"))
-    assert start("--steps", "3", "--only", "the base") == found, "what was there stays"
+    assert start("--steps", "3", "--only", "the base") == result, "earlier variants stay"
     with pytest.raises(SystemExit) as end:
         start("--steps", "4", "--only", "the base")
-    assert end.value.code == 2 and "another recipe, base, or number of steps" in capsys.readouterr().err
+    assert (
+        end.value.code == 2
+        and "out.json has variants with steps = 3, now 4: choose another file" in capsys.readouterr().err
+    )
     monkeypatch.setitem(ablate.VARIANTS, "1 unrolled step", ["--head.options.steps", "2"])
     with pytest.raises(SystemExit) as end:
         start("--steps", "3", "--only", "the base")
-    assert end.value.code == 2 and "its '1 unrolled step' was made with" in capsys.readouterr().err
+    assert end.value.code == 2 and "has variants with 1 unrolled step.flags = [" in capsys.readouterr().err
 
 
 def test_the_unshifted_mask_is_that_of_the_row() -> None:
