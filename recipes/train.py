@@ -1,6 +1,6 @@
 """Train a head: `torchrun --nproc_per_node N recipes/train.py --config eagle3-smollm2 [--a.b value]`.
 
-The same as `spechead train`, in a file that torchrun can start.
+The same as `torchrun --nproc_per_node N -m spechead train`, as a script.
 """
 
 from spechead.cli.main import one_line_errors

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spechead.training.checkpoints import list_checkpoints
+from spechead.training.distributed import free_port
 from spechead.training.recipe import Recipe, load_recipe
 from tests.helpers.targets import make_target
 
@@ -75,11 +75,9 @@ def recipe(folder: Path, out: Path, kind: str = "eagle3", /, **changes: Any) -> 
 
 
 def launch(words: list[str], processes: int = 0) -> subprocess.Popen[str]:
-    """Train elsewhere: alone, or as that many processes of torchrun."""
-    command = [sys.executable, "recipes/train.py"]
-    if processes:
-        run = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", _port()]
-        command = [sys.executable, *run, "recipes/train.py"]
+    """Train in another process, or in `processes` of torchrun."""
+    torchrun = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--master_port", str(free_port())]
+    command = [sys.executable, *(torchrun if processes else []), "-m", "spechead", "train"]
     inherited = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
     environment = inherited | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
@@ -93,7 +91,7 @@ def launch(words: list[str], processes: int = 0) -> subprocess.Popen[str]:
 
 
 def kill_after_a_checkpoint(words: list[str], out: Path) -> None:
-    """Train elsewhere, and kill the process once `out` holds a checkpoint."""
+    """Train in another process, and kill it once `out` has a checkpoint."""
     process = launch(words)
     deadline = time.monotonic() + 120
     while not list_checkpoints(out / "checkpoints") and time.monotonic() < deadline and process.poll() is None:
@@ -101,12 +99,6 @@ def kill_after_a_checkpoint(words: list[str], out: Path) -> None:
     process.send_signal(signal.SIGKILL)
     output, _ = process.communicate()
     assert list_checkpoints(out / "checkpoints"), output
-
-
-def _port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 def files(head: Path) -> dict[str, bytes]:

@@ -49,7 +49,7 @@ def test_a_shipped_recipe_loads_by_name_and_by_path(name: str) -> None:
 def test_the_commands_of_a_header_are_real(name: str) -> None:
     """Each command of the header parses with the options that the program has today."""
     commands = header_commands(files.shipped(f"recipes/{name}.yaml"))
-    trained = [words[words.index("recipes/train.py") + 1 :] for words in commands if words[0] == "torchrun"]
+    trained = [words[words.index("spechead") + 2 :] for words in commands if words[0] == "torchrun"]
     assert len(trained) == 2, "a launch line and one with overrides"
     assert Recipe.from_cli(trained[0]) == load_recipe(name)
     assert Recipe.from_cli(trained[1]) != load_recipe(name)
