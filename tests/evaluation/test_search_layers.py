@@ -1,7 +1,6 @@
 """The command that searches layers: what it prints is what `--drafter` takes."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from spechead.drafters.parse import load_drafter
 from spechead.drafters.self_speculative import SelfSpeculative
 from spechead.errors import UserError
 from spechead.evaluation import search_layers
-from spechead.evaluation.search_layers import Kept, ranges, sample_prompts
+from spechead.evaluation.search_layers import KeptLayers, ranges, sample_prompts
 from spechead.files import shipped
 from spechead.target.model import Target
 from tests.helpers.drafters import prompt_of
@@ -30,8 +29,7 @@ def idle(monkeypatch: pytest.MonkeyPatch) -> Target:
     for layer in (2, 5):
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             target._blocks[layer].get_parameter(f"{name}.weight").zero_()
-    load: Callable[..., Target] = lambda name, **_: target  # noqa: E731
-    monkeypatch.setattr(search_layers.Target, "load", load)
+    monkeypatch.setattr(Target, "load", lambda name, **_: target)
     return target
 
 
@@ -47,15 +45,15 @@ def test_the_layers_kept_can_be_pasted(idle: Target, tmp_path: Path, capsys: pyt
     assert "13/13 trial" in err  # one of 7 layers, then one of 6
     assert 'spechead generate --target tiny --drafter self:0-1,3-4,6 --prompt "..."' in err
     drafter = load_drafter(out.strip(), idle)
-    assert drafter.draft.n_layers == 5  # type: ignore[union-attr]
+    assert isinstance(drafter, SelfSpeculative) and drafter.draft.n_layers == 5
 
 
 def test_prompts_of_the_sample_data_are_the_default(idle: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, Any] = {}
 
-    def note(target: Target, prompts: list[list[int]], skip: int, **options: Any) -> Kept:
+    def note(target: Target, prompts: list[list[int]], skip: int, **options: Any) -> KeptLayers:
         seen.update(prompts=prompts, skip=skip, **options)
-        return Kept([0, 1], 0.5)
+        return KeptLayers([0, 1], 0.5)
 
     monkeypatch.setattr(search_layers, "search_layers", note)
     main.main(["search-layers", "--target", "tiny", "--skip", "5"])
@@ -64,7 +62,7 @@ def test_prompts_of_the_sample_data_are_the_default(idle: Target, monkeypatch: p
     prompts = sample_prompts()
     assert len(prompts) > 1000 and len({prompt.category for prompt in prompts}) == 9
     measured = {prompt.text for prompt in read_prompts(shipped("eval/prompts/held_out.jsonl"))}
-    assert not measured & {prompt.text for prompt in prompts}, "what eval measures on is not searched on"
+    assert not measured & {prompt.text for prompt in prompts}, "eval's prompts are not searched on"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +70,7 @@ def test_prompts_of_the_sample_data_are_the_default(idle: Target, monkeypatch: p
     [
         (["--skip", "2"], "target"),
         (["--target", "tiny"], "skip"),
-        (["--target", "tiny", "--skip", "7"], "skip 7 is not from 0 to 6"),
+        (["--target", "tiny", "--skip", "7"], "option skip: must be at least 0 and at most 6"),
         (["--target", "tiny", "--skip", "1", "--limit", "0"], "option limit: must be at least 1, got 0"),
         (["--target", "tiny", "--skip", "1", "--prompts", "none.jsonl"], "cannot read the prompts none.jsonl"),
     ],
@@ -106,17 +104,17 @@ def test_the_search_leaves_out_layers_that_do_nothing() -> None:
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             target._blocks[layer].get_parameter(f"{name}.weight").zero_()
     prompts = [prompt_of(6), prompt_of(9, seed=2)]
-    found = search_layers.search_layers(target, prompts, 2, max_new_tokens=8, quiet=True)
+    found = search_layers.search_layers(target, prompts, 2, max_new_tokens=8)
     assert (found.layers, found.agreement) == ([0, 1, 3, 4, 6], 1.0)
-    further = search_layers.search_layers(target, prompts, 3, max_new_tokens=8, quiet=True)
+    further = search_layers.search_layers(target, prompts, 3, max_new_tokens=8)
     assert len(further.layers) == 4 and set(further.layers) < set(found.layers) and further.agreement < 1
-    assert further == search_layers.search_layers(target, prompts, 3, max_new_tokens=8, quiet=True)
+    assert further == search_layers.search_layers(target, prompts, 3, max_new_tokens=8)
     stats = generate(target, prompts[0], SelfSpeculative(target, found.layers), max_new_tokens=8).stats
     assert stats.accepted == stats.drafted
 
 
 def test_searches_that_cannot_be_made(target: Target) -> None:
-    with pytest.raises(UserError, match="skip 7 is not from 0 to 6"):
+    with pytest.raises(UserError, match="option skip: must be at least 0 and at most 6"):
         search_layers.search_layers(target, [[5]], 7)
-    with pytest.raises(UserError, match="at least one prompt"):
+    with pytest.raises(UserError, match="option prompts: at least one prompt"):
         search_layers.search_layers(target, [], 1)

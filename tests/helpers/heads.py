@@ -88,6 +88,13 @@ def fit(head: Head, batch: Batch, steps: int, lr: float = 1e-2) -> None:
         schedule.step()
 
 
+def trained(kind: str, target: Target, texts: list[Sample], steps: int = 40) -> Head:
+    """A head fitted to a few texts."""
+    head = make_head(kind, target)
+    fit(head, collate(texts, 256), steps)
+    return head.eval()
+
+
 def one_row(supervised: list[int], document: list[int] | None = None) -> Batch:
     width = len(supervised)
     return Batch(
