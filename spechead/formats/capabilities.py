@@ -1,12 +1,9 @@
-"""What of a head a format carries. An option that a format does not know is refused, whoever added it.
-
-Knows nothing of files.
-"""
+"""Which heads and options a format supports. Options that it does not list are refused, whichever head has them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -14,55 +11,52 @@ import torch
 
 from spechead.errors import UserError
 from spechead.heads import Head
+from spechead.heads.base import Role, options_with
 
-Carries = Mapping[str, frozenset[str]]
-"""Kind of head -> its options that the format can say. All may differ in what SHAPE and TRAINING hold."""
-
-SHAPE = {"hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"}
-SHAPE |= {"rms_norm_eps", "rope_theta", "draft_vocab_size"}
-TRAINING = {
-    "eagle": {"feature_weight", "logit_weight", "topk_weight", "topk", "noise", "steps", "step_decay", "detach_steps"},
-    "eagle3": {"steps", "step_decay", "step_weights", "loss"},
-    "medusa": {"decay"},
-}
-"""Options that only training reads: an export is right without them."""
+Supports = Mapping[str, frozenset[str]]
+"""Kind of head -> the options that the format can express, apart from sizes. Those of training need no support."""
 
 
 @dataclass(frozen=True)
 class ExportInfo:
-    """What an export says beside the head itself."""
+    """What an export states besides the head itself."""
 
-    target_id: str  # by which the server knows the target
+    target_id: str  # the server's name for the target
     dtype: torch.dtype = torch.float32  # of the written floats
     tokens_from: Path | None = None  # GGUF file of the target, whose tokenizer a GGUF head repeats
 
 
-def refuse(head: Head, server: str, carries: Carries, cannot: Mapping[str, str]) -> None:
-    """Raise UserError for a head, or the first of its options, that the server has no words for.
+def refuse_unsupported(head: Head, server: str, supports: Supports, reasons: Mapping[str, str]) -> None:
+    """Raise UserError for a head that the server cannot represent, or for the first such option.
 
-    `cannot` explains options that are known not to work.
+    `reasons`: option -> why the server does not support it.
     """
-    if head.kind not in carries:
-        known = ", ".join(sorted(carries))
-        raise UserError(f"{server} has no {head.kind} heads in this format (it has: {known}); nothing is written")
-    refuse_adapter(getattr(head.target, "adapter", ""), server)
-    said = carries[head.kind] | SHAPE | TRAINING.get(head.kind, set())
+    if head.kind not in supports:
+        known = ", ".join(sorted(supports))
+        raise UserError(f"{server} supports no {head.kind} heads in this format (it supports: {known})")
+    refuse_adapter(head.target.adapter, server)
+    supported = {*supports[head.kind], *options_with(type(head.config), Role.SIZE, Role.TRAINING)}
     for field in fields(head.config):
         value = getattr(head.config, field.name)
-        if field.name not in said and value != _default(field):
-            why = cannot.get(field.name, f"the export to {server} does not know this option")
-            raise UserError(f"head option {field.name}={value}: {why}; nothing is written")
+        if field.name not in supported and value != _default(field):
+            why = reasons.get(field.name, f"the export to {server} does not know this option")
+            raise cannot_export(field.name, value, why)
+
+
+def cannot_export(option: str, value: Any, why: str) -> UserError:
+    """The error for a head whose option a server cannot represent."""
+    return UserError(f"option head.options.{option}: {value} cannot be exported: {why}")
 
 
 def refuse_adapter(adapter: str, server: str) -> None:
-    """Raise UserError for a head whose target carries an adapter; "" is none."""
+    """Raise UserError for a head whose target has an adapter; "" is none."""
     if adapter:
         raise UserError(
             f"the head was trained for a target with the adapter {adapter!r}, and {server} loads the plain target: "
-            "export with --merged-target FOLDER, which the target with the adapter merged is written to, and check "
-            "with --target FOLDER --force"
+            "export with --merged-target FOLDER, which writes the target with the adapter merged, and check with "
+            "--target FOLDER --force"
         )
 
 
-def _default(field: Any) -> Any:
-    return field.default if field.default is not MISSING else field.default_factory()
+def _default(field: Field[Any]) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default

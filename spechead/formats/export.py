@@ -1,7 +1,7 @@
-"""`spechead export --head DIR --to FORMAT -o OUT`: write a head in the form that a server loads.
+"""`spechead export`: write a head in the format that a server loads.
 
-What the server would drop or misread is refused by name, and what was written is read back and must draft as the head
-does before the folder gets its name. Knows nothing of how a format writes itself.
+Everything of the head that the server would ignore or misread is refused by name, and the written files are read back
+and must draft as the head does before the folder gets its name.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,11 @@ from spechead.evaluation.evaluate import default_folder
 from spechead.files import read_json, write_json
 from spechead.formats.capabilities import ExportInfo
 from spechead.formats.card import write_card
-from spechead.formats.check import check_folder
-from spechead.formats.files import CARD, RECORD, new_folder
+from spechead.formats.check import check_written
+from spechead.formats.files import CARD, MANIFEST, new_folder
 from spechead.formats.manifest import make_manifest
-from spechead.formats.options import ServerTargetOptions
-from spechead.formats.registry import format_of
+from spechead.formats.options import ExchangeOptions
+from spechead.formats.registry import Format, format_of
 from spechead.heads import Head
 from spechead.heads.files import load_head, read_info
 from spechead.target import bundled
@@ -33,73 +34,72 @@ from spechead.target.model import Target
 
 
 @dataclass
-class ExportOptions(ServerTargetOptions):
-    """Write a head in the form that a server loads."""
+class ExportOptions(ExchangeOptions):
+    """Write a head in the format that a server loads."""
 
     head: str
-    """Folder of a trained head."""
+    """Folder of a trained head. Its target is the default."""
     to: str
-    """Whose form: vllm, sglang, eagle or medusa (the original projects), speculators, tgi, trtllm, llama.cpp."""
+    """The format: vllm, sglang, eagle or medusa (the original projects), speculators, tgi, trtllm, llama.cpp."""
     out: str
     """Folder to write; an earlier export there is replaced."""
     target_id: str = ""
-    """Name by which the server knows the target, a hub id. Empty: the target's own, where it is no folder."""
+    """The server's name for the target, a hub id. Empty: the target's own, unless it is a folder."""
     target_gguf: str = ""
     """For llama.cpp: GGUF file of the target, whose tokenizer the head's file repeats."""
     merged_target: str = ""
-    """Folder to write the target to with the adapter merged that came with the head; servers load it as any model."""
+    """Folder for the target with the head's adapter merged, which servers load as any model."""
     dtype: str = "auto"
-    """Of the written floats: float32, bfloat16, float16. auto: that of the target's files."""
+    """Precision of the written floats: float32, bfloat16, float16. auto: that of the target's files."""
     report: str = ""
     """report.json of `spechead eval` on this head, for the model card. Empty: the one where eval writes it, if any."""
     license: str = ""
-    """For the model card, such as apache-2.0; empty: left open."""
+    """Licence for the model card, such as apache-2.0; empty: not stated."""
 
     def __post_init__(self) -> None:
-        format_of(self.to)
+        super().__post_init__()
+        format_of(self.to, "to")
         if self.dtype not in ("auto", *DTYPES):
-            raise UserError(f"dtype {self.dtype!r} is not one of auto, {', '.join(DTYPES)}")
+            raise UserError(f"option dtype: {self.dtype!r} is not one of auto, {', '.join(DTYPES)}")
 
 
 def export(options: ExportOptions) -> Path:
-    """Write the folder and print how to serve it. Raises UserError where the format cannot carry the head."""
-    folder, out = Path(options.head), Path(options.out)
+    """Write the folder and print how to serve it. Raises UserError if the format cannot represent the head."""
+    folder, out, form = Path(options.head), Path(options.out), format_of(options.to)
+    head_info = read_info(folder)
     if options.merged_target:
-        write_merged_target(options)
+        write_merged_target(options, form)
         options = replace(options, target=options.merged_target, force=True)
-    info = read_info(folder)
-    name = options.target or info.target
-    target = options.load_target(name, "" if options.target else info.adapter)  # an adapter is refused
+    name = options.target or head_info.target
+    target = options.load_target(name, "" if options.target else head_info.adapter)  # an adapter is refused
     head = load_head(folder, target, force=options.force, dtype=torch.float32)
-    about = ExportInfo(_target_id(options, name), _dtype(options, target), _gguf(options, name))
-    write_export(head, options.to, out, about, info.meta, _report(options), options.license)
-    here = name != bundled.NAME and Path(name).is_dir() and not options.target_id
-    served = replace(about, target_id=name) if here else about  # whose files and card name no folder
-    command = format_of(options.to).serve(head, str(out), served)
-    print(f"{head.kind} head for {format_of(options.to).SERVER}: {out}\n\nserve it:\n{command}\n")
+    info = _export_info(options, form, name, target)
+    write_export(head, options.to, out, info, head_info.meta, _report(options), options.license)
+    local = name != bundled.NAME and Path(name).is_dir() and not options.target_id
+    command = form.serve_command(head, str(out), replace(info, target_id=name) if local else info)
+    print(f"{head.kind} head for {form.SERVER}: {out}\n\nserve it:\n{command}\n")
     print(f"check it later:  {_check_command(options, name)}")
     return out
 
 
-def write_merged_target(options: ExportOptions) -> None:
-    """Write the head's target with the adapter merged, in transformers' own files, the tokenizer with them.
+def write_merged_target(options: ExportOptions, form: Format) -> None:
+    """Write the head's target with the adapter merged, in transformers' own files, along with the tokenizer.
 
-    Raises UserError where there is no adapter, or the head does not fit, or the format cannot carry it.
+    Raises UserError if there is no adapter, the head does not fit, or the format cannot represent it.
     """
     folder = Path(options.head)
-    info = read_info(folder)
-    name, adapter = options.target or info.target, info.adapter
-    if not adapter:
-        raise UserError(f"option merged-target: the target of {folder} carries no adapter; leave the option out")
-    target = options.load_target(name, adapter)
+    head_info = read_info(folder)
+    name = options.target or head_info.target
+    if not head_info.adapter:
+        raise UserError(f"option merged_target: the target of {folder} has no adapter; leave the option out")
+    target = options.load_target(name, head_info.adapter)
     head = load_head(folder, target, force=options.force, dtype=torch.float32)
     target.adapter = ""  # from here on it is a model like any other
-    dtype = _dtype(options, target)
-    with new_folder(Path(options.merged_target), "merged-target") as merged:
-        with tempfile.TemporaryDirectory() as scratch:  # so that what is refused is refused before
-            about = ExportInfo(_target_id(options, options.merged_target), dtype, _gguf(options, name))
-            format_of(options.to).save(head, Path(scratch), about)
-        target.model.to(dtype).save_pretrained(merged)
+    info = _export_info(options, form, name, target, options.merged_target)
+    with new_folder(Path(options.merged_target), "merged_target") as merged:
+        with tempfile.TemporaryDirectory() as scratch:  # refuse the head before the target is written
+            form.save(head, Path(scratch), info)
+        target.model.to(info.dtype).save_pretrained(merged)
         target.tokenizer.save_pretrained(merged)
 
 
@@ -107,73 +107,67 @@ def write_export(
     head: Head,
     to: str,
     out: Path,
-    about: ExportInfo,
-    meta: dict[str, Any] | None = None,
+    info: ExportInfo,
+    meta: Mapping[str, Any] | None = None,
     report: dict[str, Any] | None = None,
     license: str = "",
-) -> str:
-    """Write the head to `out` with a record and a card, if it reads back as the head; the command that serves it."""
-    form = format_of(to)
+) -> None:
+    """Write the head to `out` along with a manifest and a card. Raises UserError if it does not read back as the head.
+
+    `meta`: of its training, `report`: of its evaluation, `license`: all for the card.
+    """
+    form = format_of(to, "to")
     with new_folder(out) as folder:
-        form.save(head, folder, about)
-        beside = form.serve(head, out.name, about)
-        write_json(folder / RECORD, make_manifest(head, to, about, folder))
-        options = {name: value for name, value in asdict(head.config).items() if value not in ("", None)}
-        write_card(
-            folder / CARD,
-            head.kind,
-            about.target_id,
-            form.SERVER,
-            beside,
-            options=options,
-            meta=meta or {},
-            report=report,
-            license=license,
-        )
-        wrong = [line for line in check_folder(folder, head.target, head) if not line.ok]
-        if wrong:
-            raise UserError(f"what was written for {form.SERVER} is not the head: {wrong[0].text}; nothing is kept")
-    return form.serve(head, str(out), about)
+        form.save(head, folder, info)
+        write_json(folder / MANIFEST, make_manifest(head, to, info, folder))
+        command = form.serve_command(head, out.name, info)
+        card = folder / CARD
+        write_card(card, head, info.target_id, form.SERVER, command, meta=meta or {}, report=report, license=license)
+        try:
+            check_written(folder, head, to)
+        except UserError as error:
+            raise UserError(
+                f"the files written for {form.SERVER} are not the head: {error}; they are removed"
+            ) from error
 
 
 def _check_command(options: ExportOptions, name: str) -> str:
-    """With the options that this export needed."""
+    """The check with the options that this export needed."""
     words = ["spechead", "check", options.out, "--target", name, "--head", options.head]
     words += [f"--{flag.replace('_', '-')}" for flag in ("force", "trust_remote_code") if getattr(options, flag)]
     return shlex.join(words)
 
 
-def _target_id(options: ExportOptions, name: str) -> str:
-    """The target's public name; a folder of this machine is none."""
+def _export_info(options: ExportOptions, form: Format, name: str, target: Target, new_name: str = "") -> ExportInfo:
+    """`name`: as the target was loaded; `new_name`: of the folder that it will be loaded from."""
+    dtype = getattr(target.config, "dtype", None)
+    if options.dtype != "auto":
+        dtype = DTYPES[options.dtype]
+    elif not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
+        dtype = torch.float32
+    gguf = Path(options.target_gguf) if options.target_gguf else None
+    if gguf is None and options.to == "llama.cpp" and name == bundled.NAME:
+        gguf = bundled.gguf_file()
+    return ExportInfo(_target_id(options, form, new_name or name), dtype, gguf)
+
+
+def _target_id(options: ExportOptions, form: Format, name: str) -> str:
+    """The target's public name, which a folder of this machine is not."""
     if options.target_id:
         return options.target_id
     if name == bundled.NAME:
         return bundled.HUB_ID
     if name != options.merged_target and not Path(name).is_dir():
         return name
-    if format_of(options.to).NAMES_TARGET:
+    if form.NAMES_TARGET:
         raise UserError(
-            f"{options.to} files name their target, and {name} is a folder of this machine: give --target-id"
+            f"option target_id: is missing; {options.to} files name their target, and {name} is a local folder"
         )
     return Path(name).resolve().name
 
 
-def _dtype(options: ExportOptions, target: Target) -> torch.dtype:
-    if options.dtype != "auto":
-        return DTYPES[options.dtype]
-    stored = getattr(target.config, "dtype", None)
-    return stored if isinstance(stored, torch.dtype) and stored in DTYPES.values() else torch.float32
-
-
-def _gguf(options: ExportOptions, name: str) -> Path | None:
-    if options.target_gguf:
-        return Path(options.target_gguf)
-    return bundled.gguf_file() if options.to == "llama.cpp" and name == bundled.NAME else None
-
-
 def _report(options: ExportOptions) -> dict[str, Any] | None:
-    """The report for the card; of another head's, one that was asked for is refused and one that lies there is not
-    shown."""
+    """The report for the card. One of another head is refused if it was given, and ignored if it was found."""
     head = Path(options.head)
     path = Path(options.report) if options.report else default_folder(head) / "report.json"
     if not options.report and not path.is_file():
@@ -181,10 +175,10 @@ def _report(options: ExportOptions) -> dict[str, Any] | None:
     report = read_json(path)
     if not _is_report(report):
         raise UserError(f"option report: {path} is no report of spechead eval")
-    told = report.get("head") or ""
-    if told and Path(told).resolve() == head.resolve():
+    measured = report.get("head") or ""
+    if measured and Path(measured).resolve() == head.resolve():
         return dict(report)
-    wrong = f"{path} measures {f'the head {told}' if told else 'no head'}, not {head}"
+    wrong = f"{path} measures {f'the head {measured}' if measured else 'no head'}, not {head}"
     if options.report:
         raise UserError(f"option report: {wrong}; measure this one: spechead eval --head {head}")
     print(f"the card shows no report: {wrong}", file=sys.stderr)
@@ -192,7 +186,7 @@ def _report(options: ExportOptions) -> dict[str, Any] | None:
 
 
 def _is_report(value: Any) -> bool:
-    """Whether a file holds what the card reads: suites, the first of which says how its text was compared."""
+    """Whether a file has what the card shows: suites, the first of which states how its text was compared."""
     suites = value.get("suites") if isinstance(value, dict) else None
     entry = next(iter(suites.values()), None) if isinstance(suites, dict) else None
     compared = entry.get("lossless") if isinstance(entry, dict) else None

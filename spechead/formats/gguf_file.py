@@ -1,7 +1,4 @@
-"""GGUF files: named settings and tensors in one file, as llama.cpp reads them.
-
-The edge of the gguf library, which is loaded only when needed. Knows nothing of what the names mean.
-"""
+"""GGUF files: named settings and tensors in one file, as llama.cpp reads them."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ _FILE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 32}  # llama.
 
 @dataclass
 class Gguf:
-    """What is in such a file. A setting's kind is the library's number of its type, and of a list's elements."""
+    """The contents of a file. `kinds`: the library's numbers of a setting's type, and of the type of its elements."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     kinds: dict[str, tuple[int, int | None]] = field(default_factory=dict)
@@ -27,43 +24,45 @@ class Gguf:
 
 
 def read_gguf(path: Path, settings_only: bool = False) -> Gguf:
-    """Raises UserError where the file is damaged, or tensors are quantised that are not left out."""
+    """Read a file. Raises UserError if it is damaged, or has quantised tensors that are not left out."""
     from gguf import GGUFReader, GGUFValueType
 
     if not path.is_file():
         raise UserError(f"no GGUF file {path}")
-    found = Gguf()
+    contents = Gguf()
     try:
         reader = GGUFReader(path)
         for name, entry in reader.fields.items():
-            if name.startswith("GGUF."):  # of the file itself
+            if name.startswith("GGUF."):  # about the file itself
                 continue
             inner = int(entry.types[-1]) if entry.types[0] == GGUFValueType.ARRAY else None
-            found.settings[name], found.kinds[name] = entry.contents(), (int(entry.types[0]), inner)
+            contents.settings[name], contents.kinds[name] = entry.contents(), (int(entry.types[0]), inner)
         if not settings_only:
-            found.tensors = {tensor.name: _tensor(tensor) for tensor in reader.tensors}
+            contents.tensors = {tensor.name: _tensor(tensor) for tensor in reader.tensors}
     except (ValueError, IndexError, KeyError, OSError, RuntimeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged or no GGUF file: {error}") from error
-    return found
+        raise UserError(f"{path}: damaged or no GGUF file: {error}") from error
+    return contents
 
 
 def _tensor(entry: Any) -> Tensor:
-    """Raises ValueError where it is quantised."""
+    """Convert a tensor of the library. Raises ValueError if it is quantised."""
     from gguf import GGMLQuantizationType as Kind
 
     data = torch.from_numpy(entry.data.copy())
     if entry.tensor_type == Kind.BF16:
         data = data.view(torch.uint8).view(torch.bfloat16)
     elif entry.tensor_type not in (Kind.F32, Kind.F16, Kind.I64):
-        raise ValueError(f"{entry.name} is quantised ({entry.tensor_type.name}), and heads are read in full")
+        raise ValueError(f"{entry.name} is quantised ({entry.tensor_type.name}), and cannot be read")
     return data.reshape([int(size) for size in reversed(entry.shape)])
 
 
 def write_gguf(
     path: Path, architecture: str, settings: dict[str, Any], copied: Gguf, tensors: dict[str, Tensor]
 ) -> None:
-    """Write `settings` (texts, truths, whole numbers as unsigned, fractions, lists of whole numbers) under the
-    architecture's name, the settings `copied` as they are, and the tensors."""
+    """Write a file: `settings` under the architecture's name, those of `copied` unchanged, and the tensors.
+
+    Values of `settings` are str, bool, int (written unsigned), float or lists of int.
+    """
     from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
     writer = GGUFWriter(path, architecture)

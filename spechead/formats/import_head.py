@@ -1,7 +1,4 @@
-"""`spechead import DIR --target T -o OUT`: make a head of files that another project or server loads.
-
-Knows nothing of what each format's files look like.
-"""
+"""`spechead import`: build a head from files that another project or server loads."""
 
 from __future__ import annotations
 
@@ -11,38 +8,37 @@ from pathlib import Path
 
 from spechead.errors import UserError
 from spechead.formats.manifest import differences, read_manifest
-from spechead.formats.options import ServerTargetOptions
+from spechead.formats.options import ExchangeOptions
 from spechead.formats.registry import detect, format_of, read_head
 from spechead.heads.files import save_head
 from spechead.target.model import Target
 
 
 @dataclass
-class ImportOptions(ServerTargetOptions):
-    """Make a head of files that another project or server loads."""
+class ImportOptions(ExchangeOptions):
+    """Build a head from files that another project or server loads."""
 
     folder: str
     """Folder with the files."""
     out: str = ""
     """Folder to write the head to."""
     format: str = ""
-    """Whose form it is: vllm, sglang, eagle, medusa, speculators, tgi, trtllm, llama.cpp. Empty: what it looks like."""
-    _: KW_ONLY  # what ServerTargetOptions asks for, where no head is there yet
-    target: str = ""
-    """The target that the head is for: smollm2-135m, a local folder or a hub id."""
+    """Format of the files: vllm, sglang, eagle, medusa, speculators, tgi, trtllm, llama.cpp. Empty: detected."""
+    _: KW_ONLY
     force: bool = False
-    """Import although the export was made for a target of other weights, or its files were changed since."""
+    """Import although the export was made for a target with other weights, or its files were changed since."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("target", "out"):
             if not getattr(self, name):
-                raise UserError(f"option {name} is missing: give --{name}")
+                raise UserError(f"option {name}: is missing; give --{name}")
         if self.format:
             format_of(self.format)
 
 
 def import_head(options: ImportOptions) -> Path:
-    """Write the head and return its folder. UserError where the files make no head of ours, or another than they mean.
+    """Write the head and return its folder. Raises UserError if no head here is equivalent to the files.
 
     What only training reads, such as a loss, is not in such files and has its default.
     """
@@ -52,9 +48,9 @@ def import_head(options: ImportOptions) -> Path:
     if out.exists() and any(out.iterdir() if out.is_dir() else [out]):
         raise UserError(f"option out: {out} exists; give another folder")
     name = options.format or detect(folder)
-    target = options.load_target(options.target)
+    target = options.load_target()
     if not options.force:
-        _check_record(folder, target)
+        _check_manifest(folder, target)
     try:
         _, head = read_head(name, folder, target)
     except UserError as error:
@@ -65,18 +61,18 @@ def import_head(options: ImportOptions) -> Path:
     return out
 
 
-def _check_record(folder: Path, target: Target) -> None:
-    """Refuse an export that is for another target, or not as it was written. Files of others have no record."""
-    record = read_manifest(folder)
-    if record is None:
+def _check_manifest(folder: Path, target: Target) -> None:
+    """Refuse an export for a target of other weights, or changed since. Files of others have no manifest."""
+    manifest = read_manifest(folder)
+    if manifest is None:
         return
-    if record["target"]["fingerprint"] != target.fingerprint:
+    if manifest["target"]["fingerprint"] != target.fingerprint:
         raise UserError(
-            f"{folder} was exported for target {record['target']['name']!r}; the weights of {target.name!r} differ. "
-            "Use that target, or --force to import it all the same"
+            f"{folder} was exported for target {manifest['target']['name']!r}; the weights of {target.name!r} differ. "
+            "Use that target, or import it with --force"
         )
-    if changed := differences(record["files"], folder, "it was exported", "it is not the export's"):
+    if changed := differences(manifest["files"], folder):
         raise UserError(
-            f"{folder} is not what was exported: {changed[0]}. Export the head again, or --force to import what is "
-            "there now"
+            f"{folder} is not what was exported: {changed[0]}. Export the head again, or import the changed files "
+            "with --force"
         )

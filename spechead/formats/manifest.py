@@ -1,6 +1,6 @@
-"""What an export remembers of itself: every key and tensor that it wrote, and whose head it is.
+"""The manifest of an export, spechead.json: whose head it is, and every key and tensor that was written.
 
-So that a flag flipped or a tensor damaged later is found by name, without the head at hand. Knows nothing of servers.
+With it, a changed setting or a damaged tensor is later found by name without the original head.
 """
 
 from __future__ import annotations
@@ -18,95 +18,97 @@ from torch import Tensor
 from spechead import __version__
 from spechead.errors import UserError
 from spechead.formats.capabilities import ExportInfo
-from spechead.formats.files import CARD, RECORD, as_text, read_config, read_file
+from spechead.formats.files import CARD, MANIFEST, read_config, read_file, shorten
 from spechead.heads import Head
+from spechead.target.loading import dtype_name
 
-_READ = (".json", ".safetensors", ".gguf")
+_RECORDED = (".json", ".safetensors", ".gguf")
 _HEX = 32  # digits of a digest
-_MARK = "sha256:"
-_SHORT = 1000  # letters of a value that is kept as it is
+_PREFIX = "sha256:"
+_LONGEST = 1000  # characters of a value that is stored as it is
 
 
-def make_manifest(head: Head, to: str, about: ExportInfo, folder: Path) -> dict[str, Any]:
-    """Of the files in `folder` as they are now."""
+def make_manifest(head: Head, to: str, info: ExportInfo, folder: Path) -> dict[str, Any]:
+    """The manifest of the files in `folder` as they are now."""
     return {
         "exported_by": f"spechead {__version__}",
         "format": to,
         "kind": head.kind,
         "options": asdict(head.config),
-        "target": {"name": about.target_id, "fingerprint": head.target.fingerprint},
-        "dtype": str(about.dtype).removeprefix("torch."),
+        "target": {"name": info.target_id, "fingerprint": head.target.fingerprint},
+        "dtype": dtype_name(info.dtype),
         "files": contents(folder),
     }
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The record in an export; None where there is none. UserError where it is damaged."""
-    if not (folder / RECORD).is_file():
+    """The manifest of an export; None if there is none. Raises UserError if it is damaged."""
+    if not (folder / MANIFEST).is_file():
         return None
-    record = read_config(folder / RECORD)
-    files, target = record.get("files"), record.get("target")
+    manifest = read_config(folder / MANIFEST)
+    files, target = manifest.get("files"), manifest.get("target")
     sound = isinstance(files, dict) and all(isinstance(keys, dict) for keys in files.values())
-    if (
-        not sound
-        or not isinstance(target, dict)
-        or not {"name", "fingerprint"} <= target.keys()
-        or "format" not in record
-    ):
-        raise UserError(f"{folder / RECORD} is no record of an export; remove it to go on without")
-    return record
+    sound = sound and isinstance(target, dict) and {"name", "fingerprint"} <= target.keys()
+    if not sound or "format" not in manifest:
+        raise UserError(f"{folder / MANIFEST}: no manifest of an export; remove it to proceed without")
+    return manifest
 
 
 def contents(folder: Path) -> dict[str, dict[str, Any]]:
-    """File -> key -> what stands there: JSON values as they are, tensors as digests."""
-    files = sorted(path for path in folder.iterdir() if path.suffix in _READ and path.name != RECORD)
+    """File -> key -> value: JSON values as they are, tensors as digests."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in _RECORDED and path.name != MANIFEST)
     return {path.name: {key: _entry(value) for key, value in read_file(path).items()} for path in files}
 
 
-def beside(record: dict[str, Any], folder: Path) -> list[str]:
-    """What lies in the folder of an export and is none of its files."""
-    return sorted({path.name for path in folder.iterdir()} - {*record["files"], RECORD, CARD})
+def extra_files(manifest: dict[str, Any], folder: Path) -> list[str]:
+    """Files in the folder of an export that do not belong to it."""
+    return sorted({path.name for path in folder.iterdir()} - {*manifest["files"], MANIFEST, CARD})
 
 
-def differences(wanted: dict[str, dict[str, Any]], folder: Path, missing: str, unknown: str) -> list[str]:
-    """Where the files differ from those wanted; `missing` and `unknown` say what a tensor less or more does."""
-    found, lines = contents(folder), []
-    for name in sorted(wanted.keys() | found.keys()):
-        if name not in found:
+def differences(
+    expected: dict[str, dict[str, Any]],
+    folder: Path,
+    if_missing: str = "it was exported",
+    if_extra: str = "it is not of the export",
+) -> list[str]:
+    """Where the files differ from the expected ones; `if_missing` and `if_extra` comment on tensors."""
+    current, lines = contents(folder), []
+    for name in sorted(expected.keys() | current.keys()):
+        if name not in current:
             lines.append(f"file {name} is missing")
-        elif name not in wanted:
+        elif name not in expected:
             lines.append(f"file {name} was not exported")
         else:
-            lines += [f"{name}: {line}" for line in _changes(wanted[name], found[name], missing, unknown)]
+            lines += [f"{name}: {line}" for line in _changes(expected[name], current[name], if_missing, if_extra)]
     return lines
 
 
-def _changes(old: dict[str, Any], new: dict[str, Any], missing: str, unknown: str) -> Iterator[str]:
+def _changes(old: dict[str, Any], new: dict[str, Any], if_missing: str, if_extra: str) -> Iterator[str]:
     for key in sorted(old.keys() | new.keys()):
         if key not in new:
-            yield f"{key} is missing" + (f"; {missing}" if _is_digest(old[key]) else "")
+            yield f"{key} is missing" + (f"; {if_missing}" if _is_digest(old[key]) else "")
         elif key not in old:
-            yield f"{key} was not exported" + (f"; {unknown}" if _is_digest(new[key]) else f" ({as_text(new[key])})")
+            yield f"{key} was not exported" + (f"; {if_extra}" if _is_digest(new[key]) else f" ({shorten(new[key])})")
         elif old[key] != new[key] and _is_digest(old[key]):
             yield f"{key} has other values; the server drafts with another head"
         elif old[key] != new[key]:
-            yield f"{key} is {as_text(new[key])}, exported {as_text(old[key])}; the server takes it for another head"
+            yield f"{key} is {shorten(new[key])}, exported {shorten(old[key])}; the server takes it for another head"
 
 
 def _entry(value: Any) -> Any:
-    """Short values as they are, tensors and long ones as digests."""
+    """Short values as they are, tensors and long values as digests."""
     if isinstance(value, Tensor):
-        return _MARK + digest(value)
+        return _PREFIX + digest(value)
     text = json.dumps(value, default=str)
-    return value if len(text) <= _SHORT else _MARK + hashlib.sha256(text.encode()).hexdigest()[:_HEX]
+    return value if len(text) <= _LONGEST else _PREFIX + hashlib.sha256(text.encode()).hexdigest()[:_HEX]
 
 
 def _is_digest(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith(_MARK)
+    return isinstance(value, str) and value.startswith(_PREFIX)
 
 
 def digest(tensor: Tensor) -> str:
-    """Of dtype, shape and every bit."""
-    found = hashlib.sha256(json.dumps([str(tensor.dtype), list(tensor.shape)]).encode())
-    found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:_HEX]
+    """A digest of dtype, shape and every bit."""
+    total = hashlib.sha256(json.dumps([str(tensor.dtype), list(tensor.shape)]).encode())
+    total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()[:_HEX]

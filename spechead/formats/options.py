@@ -1,27 +1,27 @@
-"""What export, import and check ask alike: the target of a head that goes to other programs, or comes from there.
-
-Knows nothing of formats.
-"""
+"""The target of export, import and check."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from spechead.target.model import Target
+from spechead.target.options import TargetName
 
 
 @dataclass(kw_only=True)
-class ServerTargetOptions:
-    """The target, and what is let pass about it."""
+class ExchangeOptions(TargetName):
+    """A target whose weights are compared or written, and so loaded as they are stored."""
 
-    target: str = ""
-    """The target: smollm2-135m, a local folder or a hub id. Empty: that of --head."""
     force: bool = False
-    """Go on although the target's weights are not those that the head was trained for."""
-    trust_remote_code: bool = False
-    """Run Python code that comes with the target's files."""
+    """Accept a target whose weights differ from those that the head was trained for."""
 
-    def load_target(self, name: str, adapter: str = "") -> Target:
-        """In float32 on the CPU, with its weights as they are stored, since they are compared and written."""
-        trust = self.trust_remote_code
-        return Target.load(name, adapter=adapter, dtype="float32", device="cpu", trust_remote_code=trust, pack=False)
+    def load_target(self, name: str = "", adapter: str = "") -> Target:
+        """Load the target, or the one called `name`, in float32 on the CPU."""
+        return Target.load(
+            name or self.target,
+            adapter=adapter,
+            dtype="float32",
+            device="cpu",
+            trust_remote_code=self.trust_remote_code,
+            pack=False,
+        )

@@ -1,6 +1,6 @@
-"""What a server drafts from the files of a head: plain torch over named tensors, without the heads' own classes.
+"""A second implementation of drafting, to check exports: plain torch over the tensors of a head's files.
 
-A second opinion on an export. Hidden states are those that transformers itself returns. One text, no cache.
+It uses none of the head classes, the hidden states that transformers returns, one sequence, and no cache.
 
 Legend: T tokens of the text, K drafts, V target vocabulary, D draft vocabulary, H hidden size, N/G query/key heads, C
 head size, n rows.
@@ -17,28 +17,29 @@ from torch import Tensor
 
 from spechead.formats.foreign_head import ForeignHead, stored_embedding
 from spechead.target.model import Target
+from spechead.target.rotary import rotary_frequencies
 
 Weights = dict[str, Tensor]
 
 
 @torch.no_grad()
-def log_probabilities(served: ForeignHead, target: Target, text: Sequence[int], drafts: Sequence[int]) -> Tensor:
-    """Of the draft behind the text, and behind each draft but the last: float32 [K, V], -inf where none is drafted.
+def log_probabilities(foreign: ForeignHead, target: Target, text: Sequence[int], drafts: Sequence[int]) -> Tensor:
+    """Log probabilities of each of K drafts after the text and the drafts before it: float32 [K, V].
 
-    The target has read the text without its last token, which it wrote itself.
+    -inf for tokens that are never drafted. The target has read the text except its last token, which it generated.
     """
-    seen = torch.tensor([list(text[:-1])], device=target.device)
-    states = target.model(input_ids=seen, output_hidden_states=True, use_cache=False).hidden_states
-    weights = {name: t.float() if t.is_floating_point() else t for name, t in served.tensors.items()}
-    if served.kind == "medusa":
-        small = _medusa(served.config, weights, states[-1][0, -1].float(), target)
+    ids = torch.tensor([list(text[:-1])], device=target.device)
+    states = target.model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+    weights = {name: t.float() if t.is_floating_point() else t for name, t in foreign.tensors.items()}
+    if foreign.kind == "medusa":
+        logits = _medusa(foreign.config, weights, states[-1][0, -1].float(), target)
     else:
-        small = _eagle(served, weights, [state[0].float() for state in states], target, [*text[1:], *drafts])
-    small = small[: len(drafts)].log_softmax(-1)  # [K, D]
+        logits = _eagle(foreign, weights, [state[0].float() for state in states], target, [*text[1:], *drafts])
+    drafted = logits[: len(drafts)].log_softmax(-1)  # [K, D]
     if "d2t" not in weights:
-        return small
-    ids = torch.arange(small.shape[-1]) + weights["d2t"]
-    return small.new_full((small.shape[0], target.vocab_size), float("-inf")).index_copy(1, ids, small)
+        return drafted
+    ids = torch.arange(drafted.shape[-1]) + weights["d2t"]
+    return drafted.new_full((drafted.shape[0], target.vocab_size), float("-inf")).index_copy(1, ids, drafted)
 
 
 def _medusa(c: dict[str, Any], w: Weights, hidden: Tensor, target: Target) -> Tensor:  # [H] -> [heads, D]
@@ -52,21 +53,21 @@ def _medusa(c: dict[str, Any], w: Weights, hidden: Tensor, target: Target) -> Te
     return torch.stack(rows)
 
 
-def _eagle(served: ForeignHead, w: Weights, states: Sequence[Tensor], target: Target, tokens: list[int]) -> Tensor:
-    """Rows of the text in one go, then each draft from the hidden state before it: [n, D]."""
-    c, third = served.config, served.kind == "eagle3"
-    embedding = (stored_embedding(target) if served.embedding is None else served.embedding).float()
-    features = _fused([states[layer] for layer in c["layers"]], c, w) if third else states[-1]  # [T-1, H]
+def _eagle(foreign: ForeignHead, w: Weights, states: Sequence[Tensor], target: Target, tokens: list[int]) -> Tensor:
+    """The rows of the text at once, then each draft from the hidden state before it: logits [n, D]."""
+    c, eagle3 = foreign.config, foreign.kind == "eagle3"
+    embedding = (stored_embedding(target) if foreign.embedding is None else foreign.embedding).float()
+    features = _fused([states[layer] for layer in c["layers"]], c, w) if eagle3 else states[-1]  # [T-1, H]
     length = features.shape[0]
     inputs = embedding[torch.tensor(tokens)]  # [T-1+K, H]
-    hidden, found = features, []
+    hidden, outputs = features, []
     for last in range(length, len(tokens) + 1):
-        run = _eagle3_layers if third else _eagle_layers
-        out = run(c, w, inputs[:last], hidden, target)[-1:]  # [1, H]
-        found.append(out)
+        layers = _eagle3_layers if eagle3 else _eagle_layers
+        out = layers(c, w, inputs[:last], hidden, target)[-1:]  # [1, H]
+        outputs.append(out)
         hidden = torch.cat([hidden, out])
-    drafted = torch.cat(found)
-    if third:
+    drafted = torch.cat(outputs)
+    if eagle3:
         return F.linear(drafted if c["norm_output"] else _norm(drafted, w["norm.weight"], c), w["lm_head.weight"])
     return _output(w, drafted, target)
 
@@ -74,16 +75,16 @@ def _eagle(served: ForeignHead, w: Weights, states: Sequence[Tensor], target: Ta
 def _fused(taps: Sequence[Tensor], c: dict[str, Any], w: Weights) -> Tensor:  # each [n, H] -> [n, H]
     if c["fc_norm"]:
         taps = [_norm(tap, w[f"fc_norm.{i}.weight"], c) for i, tap in enumerate(taps)]
-    together = torch.cat(list(taps), -1)
+    features = torch.cat(list(taps), -1)
     if c["norm_before_fc"]:
-        together = _norm(together, w["input_norm.weight"], c)
-    return F.linear(together, w["fc.weight"])
+        features = _norm(features, w["input_norm.weight"], c)
+    return F.linear(features, w["fc.weight"])
 
 
-def _eagle3_layers(c: dict[str, Any], w: Weights, embedded: Tensor, hidden: Tensor, target: Target) -> Tensor:
+def _eagle3_layers(c: dict[str, Any], w: Weights, embeddings: Tensor, hidden: Tensor, target: Target) -> Tensor:
     name = "midlayer"
     normed = _norm(hidden, w[f"{name}.hidden_norm.weight"], c)
-    x = torch.cat([_norm(embedded, w[f"{name}.input_layernorm.weight"], c), normed], -1)  # [n, 2H]
+    x = torch.cat([_norm(embeddings, w[f"{name}.input_layernorm.weight"], c), normed], -1)  # [n, 2H]
     hidden = _rest(c, w, name, normed if c["norm_before_residual"] else hidden, x, target)
     for i in range(1, c["n_layers"]):
         name = f"layers.{i}"
@@ -91,8 +92,8 @@ def _eagle3_layers(c: dict[str, Any], w: Weights, embedded: Tensor, hidden: Tens
     return _norm(hidden, w["norm.weight"], c) if c["norm_output"] else hidden
 
 
-def _eagle_layers(c: dict[str, Any], w: Weights, embedded: Tensor, hidden: Tensor, target: Target) -> Tensor:
-    hidden = F.linear(torch.cat([embedded, hidden], -1), w["fc.weight"], w.get("fc.bias"))
+def _eagle_layers(c: dict[str, Any], w: Weights, embeddings: Tensor, hidden: Tensor, target: Target) -> Tensor:
+    hidden = F.linear(torch.cat([embeddings, hidden], -1), w["fc.weight"], w.get("fc.bias"))
     for i in range(c["n_layers"]):
         name = f"layers.{i}"
         x = hidden if i == 0 else _norm(hidden, w[f"{name}.input_layernorm.weight"], c)
@@ -118,7 +119,7 @@ def _attention(c: dict[str, Any], w: Weights, name: str, x: Tensor, target: Targ
     angles = torch.arange(n)[:, None].float() * c["rope_theta"] ** -(torch.arange(0, size, 2).float() / size)
     factor = 1.0
     if scaling := c.get("rope_scaling"):
-        frequencies, factor = target.rotary_frequencies(size, c["rope_theta"], scaling)
+        frequencies, factor = rotary_frequencies(target.config, size, c["rope_theta"], scaling)
         angles = torch.arange(n)[:, None].float() * frequencies
     cos, sin = (torch.cat([wave, wave], -1) * factor for wave in (angles.cos(), angles.sin()))  # [n, C]
 
@@ -139,7 +140,7 @@ def _norm(x: Tensor, weight: Tensor, c: dict[str, Any]) -> Tensor:
 
 
 def _output(w: Weights, hidden: Tensor, target: Target) -> Tensor:  # [..., H] -> [..., D]
-    """The target's output layer. What it does to logits behind that leaves their order as it is."""
+    """Logits of the target's output layer, over the draft vocabulary."""
     rows, bias = target.output_rows(None)
     logits = target.scaled(F.linear(hidden, rows.float(), None if bias is None else bias.float()))
     return logits if "d2t" not in w else logits[..., torch.arange(w["d2t"].shape[0]) + w["d2t"]]

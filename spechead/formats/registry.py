@@ -1,6 +1,6 @@
-"""The formats of other programs, and what each says of itself.
+"""The formats of other programs, by name, and what a format's module must define.
 
-A format is a module. It refuses by name whatever of a head its server would drop or misread.
+Each refuses by name everything of a head that its server would ignore or misread.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from spechead.errors import UserError
-from spechead.formats.capabilities import Carries, ExportInfo
-from spechead.formats.files import CONFIG, as_text, read_config
+from spechead.formats.capabilities import ExportInfo, Supports
+from spechead.formats.files import CONFIG, MANIFEST, read_config, shorten
 from spechead.formats.foreign_head import ForeignHead
 from spechead.formats.manifest import read_manifest
 from spechead.formats.servers import eagle_project, llama_cpp, medusa_project, sglang, speculators, tgi, trtllm, vllm
@@ -20,38 +20,38 @@ from spechead.target.model import Target
 
 
 class Format(Protocol):
-    """What a module of a format holds."""
+    """What the module of a format defines."""
 
     @property
     def SERVER(self) -> str:
-        """The program, with the version that the format was read off."""
+        """The program, and the version whose code defines the format."""
 
     @property
-    def CARRIES(self) -> Carries: ...
+    def SUPPORTS(self) -> Supports: ...
 
     @property
-    def CANNOT(self) -> Mapping[str, str]:
-        """Option of a head -> why it is refused."""
+    def REASONS(self) -> Mapping[str, str]:
+        """Option of a head -> why it is not supported."""
 
     @property
-    def MISSING(self) -> str:
-        """What the server does where a tensor is missing."""
+    def IF_MISSING(self) -> str:
+        """What the server does if a tensor is missing."""
 
     @property
-    def UNKNOWN(self) -> str:
-        """And where one is there that it does not know."""
+    def IF_UNKNOWN(self) -> str:
+        """What the server does with a tensor that it does not know."""
 
     @property
     def NAMES_TARGET(self) -> bool:
         """Whether the files name the target that is loaded with them."""
 
-    def save(self, head: Head, folder: Path, about: ExportInfo) -> None:
-        """Write the files into an existing folder. Raises UserError for what the server would drop or misread."""
+    def save(self, head: Head, folder: Path, info: ExportInfo) -> None:
+        """Write the files into an existing folder. Raises UserError for what the server would ignore or misread."""
 
     def load(self, folder: Path, target: Target) -> ForeignHead:
-        """What the server would make of the files. Raises UserError where it would stop, or no head here is like it."""
+        """Read the files as the server does. Raises UserError where it would stop, or no head here is equivalent."""
 
-    def serve(self, head: Head, folder: str, about: ExportInfo) -> str:
+    def serve_command(self, head: Head, folder: str, info: ExportInfo) -> str:
         """The command that serves the head in `folder`."""
 
 
@@ -67,41 +67,44 @@ FORMATS: dict[str, Format] = {
 }
 
 
-WRONG_KIND = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
-"""What code raises at a value of a kind that it does not expect. The values of others' files have any kind."""
+WRONG_TYPE = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+"""What code raises for values of an unexpected type, of which the files of others may be full."""
 
 
-def format_of(name: str) -> Format:
+def format_of(name: str, option: str = "format") -> Format:
+    """The format of that name, the value of `option`. Raises UserError if there is none."""
     if name not in FORMATS:
-        raise UserError(f"format {name!r} is not one of {', '.join(FORMATS)}")
+        raise UserError(f"option {option}: {name!r} is not one of {', '.join(FORMATS)}")
     return FORMATS[name]
 
 
 def read_head(name: str, folder: Path, target: Target) -> tuple[ForeignHead, Head]:
-    """What the server would make of the files, and the head that is like it.
+    """Read the files as the server does, and build the equivalent head.
 
-    Raises UserError where there is none, also for settings of the wrong kind.
+    Raises UserError if there is none, and for settings of an unexpected type.
     """
     try:
-        served = format_of(name).load(folder, target)
-        return served, served.head(target)
-    except WRONG_KIND as error:
-        raise UserError(wrong_kind(error, name)) from error
+        foreign = format_of(name).load(folder, target)
+        return foreign, foreign.head(target)
+    except WRONG_TYPE as error:
+        raise UserError(wrong_type(error, name)) from error
 
 
-def wrong_kind(error: Exception, name: str) -> str:
-    """A line on one of WRONG_KIND, for files of the format `name`."""
-    what = as_text(f"{type(error).__name__}: {' '.join(str(error).split())}")
-    return f"settings or tensors are not of the kind that {name} files have ({what})"
+def wrong_type(error: Exception, name: str) -> str:
+    """A line on one of WRONG_TYPE, for files of the format `name`."""
+    cause = shorten(f"{type(error).__name__}: {' '.join(str(error).split())}")
+    return f"settings or tensors have another type than in {name} files ({cause})"
 
 
 def detect(folder: Path) -> str:
-    """Whose form the files in `folder` have: what the record says, else what they look like."""
+    """The format of the files in `folder`, by their manifest or else by their names and settings."""
     if not folder.is_dir():
         raise UserError(f"no folder {folder}")
-    record = read_manifest(folder)
-    if record is not None:
-        return str(record["format"])
+    manifest = read_manifest(folder)
+    if manifest is not None:
+        if not isinstance(manifest["format"], str) or manifest["format"] not in FORMATS:
+            raise UserError(f"{folder / MANIFEST}: format {shorten(manifest['format'])} is unknown to this version")
+        return str(manifest["format"])
     names = {path.name for path in folder.iterdir()}
     if any(name.endswith(".gguf") for name in names):
         return "llama.cpp"

@@ -17,7 +17,7 @@ from spechead.formats.check import Line, check_folder
 from spechead.formats.export import write_export
 from spechead.formats.gguf_file import read_gguf
 from spechead.heads import Head
-from tests.helpers.exporting import about, make_head, tiny
+from tests.helpers.exporting import export_info, make_head, tiny
 from tests.helpers.targets import make_target
 
 EXPORTS = [
@@ -44,7 +44,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], t
     root, target, made = tmp_path_factory.mktemp("exports"), tiny("llama"), {}
     for form, name in EXPORTS:
         head, out = make_head(name, target), root / form / name
-        write_export(head, form, out, about(target, root))
+        write_export(head, form, out, export_info(target, root))
         made[form, name] = out, head
     return made
 
@@ -250,7 +250,7 @@ def test_a_setting_that_cannot_be_right_is_told_without_record_and_head(
         (lambda t: t.update({"d2t": t["d2t"] * 0}), "t2d does not mark the target ids"),
         (lambda t: t["d2t"].__setitem__(1, t["d2t"][0] - 1), "must be 40 different target ids below 97"),
         (lambda t: t.update({"d2t": t["d2t"] + 60}), "must be 40 different target ids below 97"),
-        (lambda t: t["fc.weight"].__setitem__((0, 0), float("nan")), "fc.weight holds NaN"),
+        (lambda t: t["fc.weight"].__setitem__((0, 0), float("nan")), "fc.weight has NaN"),
         (lambda t: t.update({"embed_tokens.weight": torch.ones(97, 32)}), "embed_tokens.weight differs"),
         (lambda t: t.update({"fc.weight": t["fc.weight"].T}), "fc.weight is [96, 32], not [32, 96]"),
     ],
@@ -288,7 +288,7 @@ def test_another_tokenizer_in_a_gguf_file_is_told(
 def test_scaled_embeddings_must_come_with_the_head(tmp_path: Path) -> None:
     target = tiny("gemma3")
     out = tmp_path / "out"
-    write_export(make_head("eagle", target), "vllm", out, about(target, tmp_path))
+    write_export(make_head("eagle", target), "vllm", out, export_info(target, tmp_path))
     (out / "spechead.json").unlink()
     rewrite(out / "model.safetensors", lambda t: t.pop("embed_tokens.weight"))
     told = failed(check_folder(out, target))
@@ -301,7 +301,7 @@ def test_scaled_embeddings_must_come_with_the_head(tmp_path: Path) -> None:
 )
 def test_scaled_embeddings_may_be_rounded(form: str, name: str, tmp_path: Path) -> None:
     target, head, out = tiny("gemma3"), make_head(name, tiny("gemma3")), tmp_path / "out"
-    write_export(head, form, out, about(target, tmp_path, torch.bfloat16))
+    write_export(head, form, out, export_info(target, tmp_path, torch.bfloat16))
     assert failed(check_folder(out, target, head)) == []
     assert torch.equal(head.target.embed(torch.arange(9)), target.embed(torch.arange(9))), "the head's stays exact"
 
@@ -378,7 +378,7 @@ def test_a_tokenizer_in_the_folder_is_the_targets(
     ids = dict(sorted(tiny("llama").tokenizer.get_vocab().items(), key=lambda item: item[1]))
     first, second, *rest = ids
     listed = [[token, -1.0] for token in ids]
-    other, none = "has other tokens than the target's", "holds no vocabulary"
+    other, none = "has other tokens than the target's", "has no vocabulary"
     for vocab, told in (
         (ids, "the target's"),
         (listed, "the target's"),
@@ -402,4 +402,4 @@ def test_what_push_refuses_is_told(exports: dict[tuple[str, str], tuple[Path, He
     (copy / "sub").mkdir()
     (copy / "notes.txt").write_text("mine")
     lines = {line.name: line.text for line in check_folder(copy, tiny("llama"))}
-    assert lines["beside"] == "notes.txt, sub: not of the export; servers may not mind, spechead push does"
+    assert lines["extra files"] == "notes.txt, sub: not of the export; servers may ignore them, spechead push refuses"

@@ -56,7 +56,7 @@ def test_a_gguf_head_takes_the_targets_tokenizer(
     command = f"export --head {tiny_run / 'eagle3'} --to llama.cpp -o {tmp_path / 'out'}"
     with pytest.raises(SystemExit):
         run(command)
-    assert "option target-gguf is missing" in capsys.readouterr().err
+    assert "option target_gguf: is missing" in capsys.readouterr().err
     run(f"{command} --target-gguf {tiny_run / 'target.gguf'}")
     assert "--spec-type draft-eagle3" in capsys.readouterr().out
 
@@ -69,25 +69,25 @@ def test_the_check_fails_with_exit_code_2(tiny_run: Path, tmp_path: Path, capsys
         run(f"check {tmp_path / 'out'} --target {tiny_run / 'target'}")
     assert ended.value.code == 2
     shown = capsys.readouterr()
-    assert "FAIL  record        config.json: norm_output is true, exported false" in shown.out
-    assert "checks failed (record)" in shown.err
+    assert "FAIL  manifest      config.json: norm_output is true, exported false" in shown.out
+    assert "checks failed (manifest)" in shown.err
 
 
 @pytest.mark.parametrize(
     "command, told",
     [
-        ("export --head {run}/eagle3 --to vlm -o {tmp}/x", "format 'vlm' is not one of vllm, sglang"),
-        ("export --head {run}/eagle3 --to vllm -o {tmp}/x --dtype int8", "dtype 'int8' is not one of auto"),
+        ("export --head {run}/eagle3 --to vlm -o {tmp}/x", "option to: 'vlm' is not one of vllm, sglang"),
+        ("export --head {run}/eagle3 --to vllm -o {tmp}/x --dtype int8", "option dtype: 'int8' is not one of auto"),
         ("export --head {run}/none --to vllm -o {tmp}/x", "no head at"),
-        ("export --head {run}/medusa --to tgi -o {tmp}/x", "give --target-id"),
-        ("export --head {run}/medusa --to sglang -o {tmp}/x", "SGLang 0.5.23 has no medusa heads"),
+        ("export --head {run}/medusa --to tgi -o {tmp}/x", "option target_id: is missing"),
+        ("export --head {run}/medusa --to sglang -o {tmp}/x", "SGLang 0.5.23 supports no medusa heads"),
         ("export --head {run}/eagle3 --to vllm -o {tmp}/x --report {run}/data.jsonl", "data.jsonl is not valid JSON"),
         ("import {run}/none --target {run}/target -o {tmp}/x", "no folder"),
-        ("import {run}/eagle3 --target {run}/target", "option out is missing"),
+        ("import {run}/eagle3 --target {run}/target", "option out: is missing"),
         ("import {run}/eagle3 --target {run}/target -o {run}", "exists; give another folder"),
         ("import {run}/target --target {run}/target -o {tmp}/x", "target as vllm"),
         ("check {run}/none --target {run}/target", "1 of 1 checks failed (files)"),
-        ("check {run}/eagle3", "no target: give --target"),
+        ("check {run}/eagle3", "option target: is missing; give --target"),
     ],
 )
 def test_mistakes_are_one_line(
@@ -164,7 +164,7 @@ def test_the_report_is_that_of_the_head(tiny_run: Path, tmp_path: Path, capsys: 
     write_report(early / "eval" / "report.json", final)
     run(f"export --head {early} --to vllm -o {tmp_path / 'out'}")
     assert f"report.json measures the head {final}, not {early}" in capsys.readouterr().err
-    assert "Not measured here" in card_of(tmp_path / "out")
+    assert "Not measured" in card_of(tmp_path / "out")
     for path, told in ((report, f"the head {final}"), (write_report(tmp_path / "none.json", ""), "no head")):
         with pytest.raises(SystemExit):
             run(f"export --head {early} --to vllm -o {tmp_path / 'x'} --report {path}")

@@ -18,15 +18,16 @@ from spechead.formats.export import write_export
 from spechead.formats.registry import FORMATS, detect
 from spechead.formats.servers.llama_cpp import _halves, _pairs, _shortest
 from spechead.heads import HEADS, Head
-from tests.helpers.exporting import CARRIED, FAMILIES, HEADS_TO_EXPORT, LLAMA3, about, make_head, tiny
+from tests.helpers.exporting import FAMILIES, HEADS_TO_EXPORT, LLAMA3, SUPPORTED, export_info, make_head, tiny
 
 STORED_ROWS_ALONE = {"sglang", "eagle", "trtllm"}  # embed with them, whatever the files hold
 
+REFUSED = r"option head\.options|heads in this format|EAGLE supports only|scales its embeddings"
 FEW = ("eagle3", "eagle3-all-tokens", "eagle-layers", "medusa", "medusa-shared")  # on families but llama
 
 
-def carries(form: str, family: str, name: str) -> bool:
-    if name not in CARRIED[form]:
+def supports(form: str, family: str, name: str) -> bool:
+    if name not in SUPPORTED[form]:
         return False
     if family == "gemma3" and form in STORED_ROWS_ALONE:
         return name.startswith("medusa")
@@ -39,13 +40,15 @@ def test_heads_come_back_bit_for_bit_or_are_refused(form: str, family: str, tmp_
     target = tiny(family)
     for name in HEADS_TO_EXPORT if family == "llama" else FEW:
         head, out = make_head(name, target), tmp_path / name
-        if not carries(form, family, name):
-            with pytest.raises(UserError, match="head option|heads in this format|EAGLE knows|scales its embeddings"):
-                write_export(head, form, out, about(target, tmp_path))
+        if not supports(form, family, name):
+            with pytest.raises(
+                UserError, match=REFUSED
+            ):
+                write_export(head, form, out, export_info(target, tmp_path))
             assert not out.exists()
             continue
-        command = write_export(head, form, out, about(target, tmp_path))
-        assert name in command
+        write_export(head, form, out, export_info(target, tmp_path))
+        assert name in FORMATS[form].serve_command(head, name, export_info(target, tmp_path))
         assert detect(out) == form
         back = FORMATS[form].load(out, target).head(target)
         ours, theirs = head.state_dict(), back.state_dict()
@@ -54,16 +57,16 @@ def test_heads_come_back_bit_for_bit_or_are_refused(form: str, family: str, tmp_
         assert type(back) is type(head)
         lines = list(check_folder(out, target, head))
         assert [str(line) for line in lines if not line.ok] == []
-        assert {"files", "record", "target", "contents", "weights", "forward"} <= {line.name for line in lines}
+        assert {"files", "manifest", "target", "contents", "weights", "forward"} <= {line.name for line in lines}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("form", FORMATS)
 def test_half_precision_is_the_heads_rounded(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
     target = tiny("llama")
-    name = next(name for name in HEADS_TO_EXPORT if name in CARRIED[form])
+    name = next(name for name in HEADS_TO_EXPORT if name in SUPPORTED[form])
     head = make_head(name, target)
-    write_export(head, form, tmp_path / "out", about(target, tmp_path, dtype))
+    write_export(head, form, tmp_path / "out", export_info(target, tmp_path, dtype))
     back = FORMATS[form].load(tmp_path / "out", target)
     for key, tensor in back.tensors.items():
         assert torch.equal(tensor, head.state_dict()[key].to(tensor.dtype))
@@ -76,7 +79,7 @@ def test_an_option_that_the_format_does_not_know_is_refused(form: str, tmp_path:
     from dataclasses import dataclass
 
     target = tiny("llama")
-    name = next(name for name in HEADS_TO_EXPORT if name in CARRIED[form])
+    name = next(name for name in HEADS_TO_EXPORT if name in SUPPORTED[form])
     head = make_head(name, target)
 
     @dataclass
@@ -84,10 +87,13 @@ def test_an_option_that_the_format_does_not_know_is_refused(form: str, tmp_path:
         depth_bias: float = 0.0
 
     head.config = Newer(**vars(head.config))
-    write_export(head, form, tmp_path / "unused", about(target, tmp_path))
+    write_export(head, form, tmp_path / "unused", export_info(target, tmp_path))
     head.config.depth_bias = 0.5
-    with pytest.raises(UserError, match="head option depth_bias=0.5: the export to .* does not know this option"):
-        write_export(head, form, tmp_path / "used", about(target, tmp_path))
+    with pytest.raises(
+        UserError,
+        match=r"depth_bias: 0\.5 cannot be exported: the export to .* does not know this",
+    ):
+        write_export(head, form, tmp_path / "used", export_info(target, tmp_path))
     assert not (tmp_path / "used").exists()
 
 
@@ -96,8 +102,8 @@ def test_a_tap_of_the_last_state_is_refused(form: str, tmp_path: Path) -> None:
     target = tiny("llama")
     head = make_head("eagle3", target)
     head.config.layers = [1, 3, target.n_layers]
-    with pytest.raises(UserError, match=r"layers=\[1, 3, 7\].*\[7\] means another state there"):
-        write_export(head, form, tmp_path / "out", about(target, tmp_path))
+    with pytest.raises(UserError, match=r"layers: \[1, 3, 7\] cannot be exported.*\[7\] is another state there"):
+        write_export(head, form, tmp_path / "out", export_info(target, tmp_path))
 
 
 def test_a_target_with_an_adapter_is_refused(tmp_path: Path) -> None:
@@ -106,7 +112,7 @@ def test_a_target_with_an_adapter_is_refused(tmp_path: Path) -> None:
     target.adapter = "org/lora"
     try:
         with pytest.raises(UserError, match="adapter 'org/lora'.*export with --merged-target FOLDER"):
-            write_export(head, "vllm", tmp_path / "out", about(target, tmp_path))
+            write_export(head, "vllm", tmp_path / "out", export_info(target, tmp_path))
     finally:
         target.adapter = ""
 
@@ -135,9 +141,9 @@ def test_positions_that_servers_compute_otherwise_are_refused(
     form: str, scaling: dict[str, Any], why: str, tmp_path: Path
 ) -> None:
     head = with_scaling(scaling)
-    why = f"^rope_scaling .*{why}|^head option rope_scaling"  # where no scaling at all is carried
+    why = f"^rope_scaling .*{why}|^option head.options.rope_scaling"  # where no scaling at all is carried
     with pytest.raises(UserError, match=why):
-        write_export(head, form, tmp_path / "out", about(tiny("llama"), tmp_path))
+        write_export(head, form, tmp_path / "out", export_info(tiny("llama"), tmp_path))
     assert not (tmp_path / "out").exists()
 
 
@@ -145,7 +151,7 @@ def test_positions_that_servers_compute_otherwise_are_refused(
 @pytest.mark.parametrize("kind", ["yarn", "linear"])
 def test_factors_are_above_0(kind: str, factor: Any) -> None:
     with pytest.raises(UserError, match=f"rope_scaling {kind} gives no factor above 0"):
-        eagle_layout.needs_known_scaling((YARN if kind == "yarn" else DOUBLE) | {"factor": factor})
+        eagle_layout.refuse_unknown_scaling((YARN if kind == "yarn" else DOUBLE) | {"factor": factor})
 
 
 @pytest.mark.parametrize("form", ["vllm", "sglang", "speculators", "trtllm"])
@@ -154,14 +160,14 @@ def test_the_length_that_a_scaling_stretches_is_written(form: str, kind: str, tm
     """Servers stop without it; transformers takes the target's longest text."""
     scaling = {key: value for key, value in (YARN if "yarn" in kind else LLAMA3).items() if "original" not in key}
     head, out = with_scaling(scaling), tmp_path / "out"
-    write_export(head, form, out, about(tiny("llama"), tmp_path))
+    write_export(head, form, out, export_info(tiny("llama"), tmp_path))
     config = json.loads((out / "config.json").read_text())
     config = config.get("transformer_layer_config", config)
     assert config["rope_scaling"] == scaling | {"original_max_position_embeddings": 256}
     assert config["rope_parameters"] == config["rope_scaling"] | {"rope_theta": 1e4}
     del config["rope_scaling"]["original_max_position_embeddings"]
     with pytest.raises(UserError, match="gives no original_max_position_embeddings above 0: servers stop at load"):
-        eagle_layout.shape(config | {"rope_parameters": {}})
+        eagle_layout.layer_options(config | {"rope_parameters": {}})
 
 
 # ------------------------------------------------------------------------------------------------ conversions
@@ -211,9 +217,7 @@ def test_a_draft_vocabulary_in_any_order_is_sorted_with_its_rows(data: st.DataOb
         ({"rope_parameters": {"rope_theta": 2e4} | DOUBLE}, (2e4, DOUBLE)),
     ],
 )  # fmt: skip
-def test_rotary_positions_in_old_and_new_words(
-    config: dict[str, object], found: tuple[float, dict[str, object]]
-) -> None:
+def test_rotary_positions_in_old_and_new_words(config: dict[str, Any], found: tuple[float, dict[str, Any]]) -> None:
     assert eagle_layout.rotary_of(config) == found
 
 

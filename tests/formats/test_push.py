@@ -13,13 +13,13 @@ import torch
 from spechead.errors import UserError
 from spechead.formats.export import write_export
 from spechead.formats.push import PushOptions, push
-from tests.helpers.exporting import about, make_head, tiny
+from tests.helpers.exporting import export_info, make_head, tiny
 
 
 @pytest.fixture
 def exported(tmp_path: Path) -> Path:
     out = tmp_path / "out"
-    write_export(make_head("eagle3", tiny("llama")), "vllm", out, about(tiny("llama"), tmp_path))
+    write_export(make_head("eagle3", tiny("llama")), "vllm", out, export_info(tiny("llama"), tmp_path))
     return out
 
 
@@ -69,7 +69,7 @@ def test_what_is_no_sound_export_is_not_uploaded(exported: Path, hub: list[Any],
     with pytest.raises(UserError, match="no folder"):
         push(PushOptions(str(tmp_path / "none"), "org/name"))
     torch.save({}, exported / "old.pt")
-    with pytest.raises(UserError, match="holds old.pt"):
+    with pytest.raises(UserError, match="contains old.pt"):
         push(PushOptions(str(exported), "org/name"))
     (exported / "old.pt").unlink()
     config = json.loads((exported / "config.json").read_text())
@@ -96,6 +96,6 @@ def test_a_repository_of_another_visibility_is_left_alone(
 def test_nothing_but_the_export_is_uploaded(name: str, exported: Path, hub: list[Any]) -> None:
     (exported / name).write_text("{}")
     for dry_run in (True, False):
-        with pytest.raises(UserError, match=f"holds {name}: not of the export"):
+        with pytest.raises(UserError, match=f"contains {name}: not of the export"):
             push(PushOptions(str(exported), "org/name", dry_run=dry_run))
     assert hub == []

@@ -45,7 +45,7 @@ HEADS_TO_EXPORT: dict[str, tuple[str, dict[str, Any]]] = {
 _THIRD = {"eagle3", "eagle3-all-tokens"}
 _TAPS = {"eagle3-two-taps", "eagle3-other-taps"}
 _NOT_IN_VLLM = {"eagle-bias", "medusa-reduced", "medusa-shared-reduced", "hydra"}
-CARRIED: dict[str, set[str]] = {
+SUPPORTED: dict[str, set[str]] = {
     "vllm": {name for name in HEADS_TO_EXPORT if name not in _NOT_IN_VLLM},
     "sglang": {name for name in HEADS_TO_EXPORT if name.startswith("eagle") and name != "eagle3-residual"},
     "eagle": _THIRD | {"eagle", "eagle-layers", "eagle-bias"},
@@ -75,7 +75,7 @@ def make_head(name: str, target: Target) -> Head:
     return head.eval().requires_grad_(False)
 
 
-def about(target: Target, folder: Path, dtype: torch.dtype = torch.float32) -> ExportInfo:
+def export_info(target: Target, folder: Path, dtype: torch.dtype = torch.float32) -> ExportInfo:
     return ExportInfo("org/model", dtype, write_tokenizer(target, folder / "target.gguf"))
 
 

@@ -20,7 +20,7 @@ from spechead.errors import UserError
 from spechead.formats.export import write_export
 from spechead.formats.gguf_file import read_gguf
 from spechead.formats.servers import llama_cpp
-from tests.helpers.exporting import about, make_head, tiny
+from tests.helpers.exporting import export_info, make_head, tiny
 
 H, WIDE, TOKENS, DRAFT = 32, 48, 97, 40
 EAGLE3 = {
@@ -66,7 +66,7 @@ def export(
 ) -> tuple[dict[str, Any], dict[str, Tensor], Path]:
     tmp_path.mkdir(exist_ok=True)
     out = tmp_path / "out"
-    write_export(make_head(name, tiny(family)), form, out, about(tiny(family), tmp_path))
+    write_export(make_head(name, tiny(family)), form, out, export_info(tiny(family), tmp_path))
     if form == "llama.cpp":
         return {}, {}, out
     weights = next(out.glob("*.safetensors"))
@@ -168,7 +168,7 @@ def test_vllm_medusa_shared(tmp_path: Path) -> None:
 
 
 def test_a_vocabulary_that_vllm_would_stop_at_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="draft_vocab_size=30.*token_map"):
+    with pytest.raises(UserError, match="draft_vocab_size: 30 .*token_map"):
         export("vllm", "medusa-shared-reduced", tmp_path)
 
 
