@@ -18,7 +18,6 @@ from spechead.data.dataset import (
 )
 from spechead.data.template_kwargs import keywords_of_data, template_warning
 from spechead.decoding.tree import parse_tree
-from spechead.errors import UserError
 from spechead.heads import HEADS, Head
 from spechead.heads.init_from import InitHead
 from spechead.target.loading import native_bfloat16
@@ -55,8 +54,6 @@ def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> Data:
         if foreign:
             print(f"data: {foreign}; a head learns most from the target's own answers (spechead data synthesize)")
     training, validation = split_validation(samples.items, recipe.data.validation_share, recipe.seed)
-    if not training:
-        raise UserError(f"option data.train: no conversation of {recipe.data.train} is left to train on")
     return Data(training, validation, samples.dropped, foreign)
 
 

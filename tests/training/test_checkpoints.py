@@ -13,10 +13,11 @@ import torch
 
 from spechead.errors import UserError
 from spechead.training.checkpoints import TrainState, list_checkpoints, read_weights, step_of
+from spechead.training.extract_head import ExtractOptions, extract_head
 from spechead.training.log import read_log
 from spechead.training.running_metrics import RunningMetrics
 from spechead.training.train import Run, train, train_step
-from tests.helpers.training import files, recipe, weights, write_tiny
+from tests.helpers.training import files, recipe, weights
 
 
 def state_after(*lengths: float) -> TrainState:
@@ -51,11 +52,6 @@ def test_patience_ends_with_validations_without_improvement(
 
 VALIDATED = {1: 1.5, 2: 2.0, 3: 1.9, 4: 1.8, 5: 2.0, 6: 2.1}  # acceptance length by step
 AS_VALIDATED = {"optim.steps": 6, "log.validate_every": 1, "log.checkpoint_every": 3, "log.keep": 1, "optim.ema": 0.9}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.fixture
@@ -155,3 +151,19 @@ def test_a_full_disk_is_one_line_and_leaves_no_half_checkpoint(
     with pytest.raises(UserError, match=r"cannot write the checkpoint .*step-00000003: no space left"):
         train(recipe(folder, tmp_path / "run"))
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_a_run_of_0_1_0_is_resumed_and_then_has_a_head_to_extract(folder: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(recipe(folder, out, **{"optim.steps": 6, "data.validation_share": 0}))
+    finished = files(out / "head")
+    (out / "run.json").unlink()
+    first, last = list_checkpoints(out / "checkpoints")
+    shutil.rmtree(last)
+    (first / "head.safetensors").unlink()  # 0.1.0 wrote none
+    (out / "checkpoints" / ".step-00000006.tmp").mkdir()  # of a run that was killed
+    with pytest.raises(UserError, match="step-00000003 has no head.safetensors: .* resume the run"):
+        extract_head(ExtractOptions(str(out)))
+    train(recipe(folder, out, **{"optim.steps": 6, "data.validation_share": 0}))
+    assert files(out / "head") == files(extract_head(ExtractOptions(str(out)))) == finished
+    assert not list((out / "checkpoints").glob(".*"))

@@ -17,7 +17,7 @@ from spechead.training.ema import AVERAGE, COUNT, averages, keep_average
 from spechead.training.feature_cache import FeatureCache
 from spechead.training.log import read_log
 from spechead.training.train import set_up, train, validate
-from tests.helpers.training import recipe, weights, write_tiny
+from tests.helpers.training import recipe, weights
 
 
 def moved_to(values: list[float], decay: float) -> tuple[nn.Parameter, torch.optim.SGD]:
@@ -101,11 +101,6 @@ def test_the_average_goes_on_from_a_saved_state() -> None:
         w.grad = torch.ones(1, dtype=torch.float64)
         o.step()
     assert average_of(weight, optimizer) == average_of(other, later)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
 @pytest.mark.parametrize("zero,precision", [(0, "float32"), (0, "bf16"), (2, "bf16")])

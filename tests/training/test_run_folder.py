@@ -1,0 +1,80 @@
+"""Whether a run is the same one: what may change, and what a run of another version did not know."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spechead.errors import UserError
+from spechead.training.distributed import Ranks
+from spechead.training.recipe import load_recipe
+from spechead.training.run_folder import claim, head_meta, head_weights, refuse_other_recipe
+
+ALONE = Ranks(0, 1, torch.device("cpu"))
+FACTS = {"target": "0" * 64, "samples": 3}
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """The folder of a run with a checkpoint."""
+    claim(load_recipe(), tmp_path, ALONE, FACTS)
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    return tmp_path
+
+
+def begin_again(out: Path, *flags: str, facts: dict[str, Any] = FACTS, ranks: Ranks = ALONE) -> None:
+    claim(load_recipe(overrides=flags), out, ranks, facts)
+
+
+@pytest.mark.parametrize("flag", ["log.every=3", "log.best=false", "out=elsewhere", "engine.threads=1"])
+def test_a_run_is_resumed_with_other_logging_and_resources(flag: str, out: Path) -> None:
+    begin_again(out, f"--{flag}")
+    name, _, value = flag.partition("=")
+    tree = json.loads((out / "recipe.json").read_text())
+    for part in name.split("."):
+        tree = tree[part]
+    assert str(tree).lower() == value, "the file has the latest"
+
+
+def test_another_recipe_target_or_number_of_processes_is_refused(out: Path) -> None:
+    remedy = "choose another --out, or remove that folder"
+    with pytest.raises(UserError, match=rf"option out: .* optim\.lr = 0\.001, now 0\.5: {remedy}"):
+        begin_again(out, "--optim.lr", "0.5")
+    with pytest.raises(UserError, match=r"facts\.target = '000"):
+        begin_again(out, facts=FACTS | {"target": "1"})
+    with pytest.raises(UserError, match=r"facts\.processes = 1, now 2"):
+        claim(load_recipe(), out, Ranks(0, 2, torch.device("cpu")), FACTS)
+
+
+def test_options_that_an_earlier_version_lacked_had_their_defaults(out: Path) -> None:
+    tree = json.loads((out / "recipe.json").read_text())
+    del tree["optim"]["ema"], tree["adapter"]
+    (out / "recipe.json").write_text(json.dumps(tree))
+    begin_again(out)
+    (out / "recipe.json").write_text(json.dumps(tree))
+    with pytest.raises(UserError, match=r"optim\.ema = 0\.0, now 0\.9"):
+        begin_again(out, "--optim.ema", "0.9")
+
+
+def test_a_folder_without_checkpoints_holds_no_run_yet(tmp_path: Path) -> None:
+    claim(load_recipe(), tmp_path, ALONE, FACTS)
+    begin_again(tmp_path, "--optim.lr", "0.5")
+
+
+def test_the_head_of_a_finished_run_is_chosen(out: Path) -> None:
+    refuse_other_recipe(load_recipe(overrides=["--log.keep", "9"]), out)
+    with pytest.raises(UserError, match=r"log\.best = True, now False"):
+        refuse_other_recipe(load_recipe(overrides=["--log.best", "false"]), out)
+
+
+def test_what_a_head_file_says_of_its_training() -> None:
+    recipe = load_recipe(overrides=["--data.limit", "7", "--seed", "5", "--target.four_bits", "true"])
+    meta = head_meta(recipe, 12, "3 of 4")
+    assert meta["split"] == {"max_length": 512, "validation_share": 0.03, "limit": 7, "seed": 5}
+    assert (meta["steps"], meta["foreign"], meta["four_bits"]) == (12, "3 of 4", True) and "adapter" not in meta
+    masters = {"head.fc.weight": torch.ones(1), "adapter_parameters.0": torch.zeros(1)}
+    assert list(head_weights(masters)) == ["fc.weight"]
