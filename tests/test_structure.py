@@ -44,7 +44,7 @@ OF_NO_MODULE = {"test_docs", "test_package", "test_pages", "test_structure"}
 
 # When a library renames an argument, these are the files that change.
 EDGES = {
-    "transformers": {"target.loading", "target.model", "target.bundled", "target.cache", "target.attention"},
+    "transformers": {f"target.{name}" for name in ("loading", "model", "rotary", "bundled", "cache", "attention")},
     "peft": {"target.adapter"},
     "gguf": {"formats.gguf_file", "target.bundled"},
     "datasets": {"data.dataset"},

@@ -12,6 +12,7 @@ from spechead.errors import UserError
 from spechead.heads.base import Role, same_hidden_size
 from spechead.heads.layers import Attention, DecoderLayer, GatedMLP, Rotary
 from spechead.options import Range
+from spechead.target import rotary
 from spechead.target.model import Target
 
 _SCALE = 0.01  # of the copied output projections: the target's hidden states are far larger than normed ones
@@ -45,14 +46,17 @@ class DecoderShape:
         self.head_dim = self.head_dim or getattr(t, "head_dim", None) or self.hidden_size // self.num_attention_heads
         self.rms_norm_eps = self.rms_norm_eps or getattr(t, "rms_norm_eps", 1e-5)
         if not self.rope_theta:
-            self.rope_theta, self.rope_scaling = target.rope_theta, self.rope_scaling or target.rope_scaling
+            self.rope_theta = rotary.rope_theta(target.config)
+            self.rope_scaling = self.rope_scaling or rotary.rope_scaling(target.config)
 
     def attention(self, target: Target, inputs: int, bias: bool = False) -> Attention:
         """Attention over `inputs` features. Raises UserError for heads, sizes or scalings that cannot work."""
         self._refuse_unbuildable()
         positions = Rotary.plain(self.head_dim, self.rope_theta)
         if self.rope_scaling:
-            positions = Rotary(*target.rotary_frequencies(self.head_dim, self.rope_theta, self.rope_scaling))
+            positions = Rotary(
+                *rotary.rotary_frequencies(target.config, self.head_dim, self.rope_theta, self.rope_scaling)
+            )
         heads = self.num_attention_heads, self.num_key_value_heads
         return Attention(inputs, self.hidden_size, *heads, self.head_dim, positions, bias)
 

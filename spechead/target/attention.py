@@ -1,8 +1,7 @@
-"""The attention function that targets run with: torch's SDPA, keys and values shared inside a query group.
+"""The attention function of targets: torch's SDPA, with keys and values shared inside a query group.
 
-transformers copies keys and values for every query group whenever an explicit mask is given, which makes the
-verification of a tree slower than it is. Knows nothing of trees; the caller brings the mask. Without a mask, several
-queries are causal.
+transformers copies keys and values for every query group when an explicit mask is given, which makes the verification
+of a tree slower than necessary. Without a mask, several queries are causal.
 
 Legend: B batch, N query heads, G key/value heads, Q queries, S keys, D head size.
 """
@@ -43,8 +42,8 @@ def shared_group_attention(
 def grouped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None, causal: bool = False
 ) -> Tensor:
-    """SDPA [B, N, Q, D] whose query groups share keys and values, without copies where the kernels can do that: on an
-    accelerator, a mask leaves them only the slow one, and copies are the lesser evil."""
+    """SDPA [B, N, Q, D] whose query groups share keys and values. On an accelerator, with a mask, keys and values are
+    copied: only the slowest kernel shares them there."""
     shared = query.shape[1] != key.shape[1]
     if shared and mask is not None and query.device.type != "cpu":
         groups = query.shape[1] // key.shape[1]
@@ -63,7 +62,7 @@ def _softcapped(
     softcap: float,
     causal: bool,
 ) -> Tensor:
-    """Attention whose scores are squeezed by softcap·tanh(s/softcap) (Gemma 2), which SDPA cannot do."""
+    """Attention with scores softcap·tanh(s/softcap) (Gemma 2), which SDPA does not support."""
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

@@ -1,6 +1,6 @@
-"""Keys and values of committed tokens: storage that grows without a copy at each pass, and drops rejected drafts.
+"""The KV cache: buffers that grow without a copy in each pass, and from which rejected drafts are dropped.
 
-The only file that touches transformers' cache API. Knows nothing of trees beyond "these rows stay".
+The only file that uses the cache API of transformers.
 
 Legend: B batch, G key/value heads, S stored tokens, D head size.
 """
@@ -44,11 +44,11 @@ class KVBuffer:
     def move(self, rows: Tensor, source: Tensor, place: Tensor) -> None:
         """Copy the stored token `source` [m] of batch row `rows` [m] to `place` [m]."""
         if self._keys is not None and self._values is not None:
-            self._keys[rows, :, place] = self._keys[rows, :, source]  # the right side is gathered before it is written
+            self._keys[rows, :, place] = self._keys[rows, :, source]  # the right side is gathered before the write
             self._values[rows, :, place] = self._values[rows, :, source]
 
     def crop(self, length: int) -> None:
-        """Forget all tokens from `length` on."""
+        """Drop all tokens from `length` on."""
         self.length = min(length, self.length)
 
     def select(self, index: Tensor) -> None:
@@ -66,26 +66,26 @@ class KVBuffer:
 
 
 class _Layer(DynamicLayer):
-    """`KVBuffer` behind the interface of transformers' cache layers."""
+    """A `KVBuffer` with the interface of transformers' cache layers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows = KVBuffer()
+        self.buffer = KVBuffer()
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return self.rows.append(key_states, value_states)
+        return self.buffer.append(key_states, value_states)
 
     def get_seq_length(self) -> int:
-        return self.rows.length
+        return self.buffer.length
 
 
 class KVCache(Cache):
     """The target's cache: `keep` commits the accepted paths of trees, `crop` cuts to a length.
 
-    Every batch row lies at the left, token after token, so that a token's column is its place in the text. Rows of
-    unequal length leave columns at their right that hold nothing: those from `lengths[row]` up to `length`.
+    Every batch row is left-aligned, so that a token's column is its position. In rows of unequal length the columns
+    from `lengths[row]` to `length` are unused.
     """
 
     layers: list[_Layer]  # type: ignore[assignment]
@@ -97,7 +97,7 @@ class KVCache(Cache):
     @property
     def length(self) -> int:
         """Columns in use: tokens of the longest row."""
-        return max((layer.rows.length for layer in self.layers), default=0)  # a skipped layer has none
+        return max((layer.buffer.length for layer in self.layers), default=0)  # a skipped layer has none
 
     @property
     def lengths(self) -> list[int] | None:
@@ -105,8 +105,8 @@ class KVCache(Cache):
         return self._lengths
 
     def keep(self, paths: Sequence[Sequence[int]], width: int) -> None:
-        """After trees were appended at the columns `width` and on, keep the nodes `paths[row]` (ascending, the root
-        first) of each row, behind the row's own tokens."""
+        """After trees were appended from column `width` on, keep the nodes `paths[row]` (ascending, the root first) of
+        each row, after the row's own tokens."""
         before = self._lengths or [width] * len(paths)
         after = [length + len(path) for length, path in zip(before, paths, strict=True)]
         moves = [
@@ -118,9 +118,9 @@ class KVCache(Cache):
         if moves:
             rows, source, place = torch.tensor(moves, device=self.layers[-1].device).unbind(1)
         for layer in self.layers:
-            if moves and layer.rows.length:
-                layer.rows.move(rows, source, place)
-            layer.rows.crop(max(after))
+            if moves and layer.buffer.length:
+                layer.buffer.move(rows, source, place)
+            layer.buffer.crop(max(after))
         self._lengths = after if min(after) < max(after) else None
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
@@ -135,12 +135,12 @@ class KVCache(Cache):
         if self._lengths is not None and min(self._lengths) == longest:
             self._lengths = None
         for layer in self.layers:
-            layer.rows.select(index)
-            layer.rows.crop(longest)
+            layer.buffer.select(index)
+            layer.buffer.crop(longest)
 
     def crop(self, length: int) -> None:
-        """Forget all tokens from position `length` on."""
+        """Drop all tokens from position `length` on."""
         if self._lengths is not None:
             self._lengths = [min(own, length) for own in self._lengths] if min(self._lengths) < length else None
         for layer in self.layers:
-            layer.rows.crop(length)
+            layer.buffer.crop(length)

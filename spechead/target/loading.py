@@ -1,7 +1,4 @@
-"""Load a transformers model and its tokenizer, and fingerprint its weights.
-
-Handles names (bundled, folder or hub id), devices, dtypes, four bits and peft adapters.
-"""
+"""Load a transformers model and its tokenizer by name (bundled, folder or hub id), and fingerprint its weights."""
 
 from __future__ import annotations
 
@@ -22,9 +19,7 @@ from spechead.target import bundled
 from spechead.target.adapter import merge
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-_SAMPLED = 4096  # weights of each tensor that enter the fingerprint
+_SAMPLED = 4096  # weights of each tensor in the fingerprint
 
 
 def choose_device(name: str) -> torch.device:
@@ -34,23 +29,23 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UserError(f"device {name!r} is unknown; use auto, cpu, cuda or cuda:N") from None
+        raise UserError(f"option device: must be auto, cpu, cuda or cuda:N, got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name!r}: this machine shows torch no such accelerator; use cpu")
+        raise UserError(f"option device: torch finds no accelerator for {name!r} on this machine; use cpu")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return device
 
 
 def native_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 arithmetic is fast there: newer accelerators, and CPUs with AVX-512 BF16 or AMX."""
+    """Whether the device computes bfloat16 natively: newer accelerators, and CPUs with AVX-512 BF16 or AMX."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> Any:
-    """The model with its weights in the dtype that they are stored in, on the CPU."""
+    """The model on the CPU, with its weights in the dtype of the file. Raises UserError where it cannot be loaded."""
     transformers_logging.disable_progress_bar()
     with loading(name):
         return AutoModelForCausalLM.from_pretrained(source(name), dtype="auto", trust_remote_code=trust_remote_code)
@@ -63,7 +58,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def load_in_four_bits(name: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:
-    """The model loaded by bitsandbytes, its linear layers in nf4 but for the output layer."""
+    """The model loaded by bitsandbytes, its linear layers except the output layer in nf4."""
     if importlib.util.find_spec("bitsandbytes") is None:
         raise UserError("option target.four_bits: needs the package bitsandbytes: pip install bitsandbytes")
     layout = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
@@ -78,31 +73,32 @@ def load_in_four_bits(name: str, dtype: torch.dtype, device: torch.device, trust
 
 
 def merge_adapter(model: PreTrainedModel, adapter: str, digest: str, name: str) -> str:
-    """Merge an adapter in float32, whatever the model is stored in; the fingerprint of the sum."""
+    """Merge an adapter into the model in float32; returns the fingerprint of the result."""
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
     try:
         return merge(model, adapter, digest, name)
-    except Exception as error:  # whatever peft and safetensors make of files that are not theirs
-        raise UserError(f"adapter {adapter!r} cannot be loaded into this target: {first_line(error)}") from error
+    except Exception as error:  # peft and safetensors raise anything for foreign files
+        raise UserError(f"option adapter: {adapter!r} does not fit this target: {first_line(error)}") from error
 
 
 def source(name: str) -> str:
+    """The folder or hub id that transformers loads."""
     return str(bundled.folder()) if name == bundled.NAME else name
 
 
 @contextmanager
 def loading(name: str) -> Iterator[None]:
-    """Turn the many ways in which a name can be wrong into one line."""
+    """Turn the errors of transformers into one line that names the target."""
     try:
         yield
     except (OSError, ValueError, ImportError, KeyError) as error:
-        known = "" if Path(name).is_dir() else f" (a folder, a hub id or {bundled.NAME!r} is expected)"
+        known = "" if Path(name).is_dir() else f" (expected a folder, a hub id or {bundled.NAME!r})"
         raise UserError(f"target {name!r} cannot be loaded{known}: {first_line(error)}") from error
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """sha256 over every tensor's name, shape and evenly spaced values; another fine-tuning of a model differs."""
+    """sha256 over every tensor's name, shape and evenly spaced values; it differs after any fine-tuning."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         flat = weight.detach().reshape(-1)

@@ -13,17 +13,17 @@ from spechead.target.model import Target
 
 @dataclass(kw_only=True)
 class TargetName(Options):
-    """Which target, for commands that load it in one way only."""
+    """The target, for commands without further options for it."""
 
     target: str = ""
     """The target model: smollm2-135m (bundled), a local folder or a hub id."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the target's files."""
+    """Run Python code shipped with the target's files."""
 
 
 @dataclass(kw_only=True)
 class TargetOptions(TargetName):
-    """Which target, and how it is loaded."""
+    """The target, and how it is loaded."""
 
     adapter: str = ""
     """Folder or hub id of a peft adapter to merge into the target."""
@@ -47,7 +47,7 @@ class TargetOptions(TargetName):
         return "bfloat16" if native_bfloat16(choose_device(self.device)) else "float32"
 
     def load(self, name: str = "", adapter: str = "", *, pack: bool = True) -> Target:
-        """Load the target, or with `name` another one that carries `adapter`, in the same way."""
+        """Load the target, or in the same way the one called `name` with `adapter`."""
         return Target.load(
             name or self.target,
             adapter=adapter if name else self.adapter,

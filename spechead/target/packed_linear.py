@@ -1,8 +1,8 @@
 """Linear layers whose weights are reordered once for the CPU's matrix units (oneDNN).
 
 On a CPU a stock linear layer reorders its weight in every call; with the weight packed once, a forward of a few tokens
-costs little more than one of a single token, which is what makes verifying a small tree nearly free. Plain decoding
-gains as much. Inference only. Knows nothing of models.
+costs little more than one of a single token, so that verifying a small tree is nearly free. Plain decoding gains as
+much. Inference only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class PackedLinear(nn.Module):
-    """x -> x W^T + b with W packed; the unpacked weight is given up unless somebody else holds it."""
+    """x -> x W^T + b with W packed; keeps no reference to the unpacked weight."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(module: nn.Module) -> int:
-    """Replace every plain nn.Linear under `module` by its packed twin, in place; returns how many."""
+    """Replace every plain nn.Linear under `module` by a `PackedLinear`, in place; returns their number."""
     count = 0
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear and can_pack(child.weight.device, child.weight.dtype):

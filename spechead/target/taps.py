@@ -1,4 +1,4 @@
-"""Forward hooks that keep the tapped layers' hidden states of one forward.
+"""Forward hooks that record the hidden states of the tapped layers.
 
 Legend: B batch, T tokens, K tapped layers, H hidden size.
 """
@@ -13,19 +13,19 @@ from torch import Tensor, nn
 
 
 class Taps:
-    """Forward hooks that keep the asked hidden states of one forward, and nothing else."""
+    """Records the hidden states `taps` of one forward, which runs inside the context manager."""
 
     def __init__(self, blocks: nn.ModuleList, taps: Sequence[int]) -> None:
         self._blocks, self._taps = blocks, list(taps)
-        self._kept: dict[int, Tensor] = {}
+        self._states: dict[int, Tensor] = {}
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
         for layer in set(self._taps) - {len(self._blocks)}:
             if layer == 0:
-                hook = self._blocks[0].register_forward_pre_hook(self._keep_input, with_kwargs=True)
+                hook = self._blocks[0].register_forward_pre_hook(self._record_input, with_kwargs=True)
             else:
-                hook = self._blocks[layer - 1].register_forward_hook(self._keeper(layer))
+                hook = self._blocks[layer - 1].register_forward_hook(self._recorder(layer))
             self._hooks.append(hook)
 
     def __exit__(self, *_: Any) -> None:
@@ -33,15 +33,15 @@ class Taps:
             hook.remove()
 
     def features(self, last_hidden: Tensor) -> Tensor:
-        """[B, T, K*H] in the order asked; the last index is the state after the final norm."""
-        states = [self._kept.get(layer, last_hidden) for layer in self._taps]
+        """[B, T, K*H] in the order of the taps; the last index is the state after the final norm."""
+        states = [self._states.get(layer, last_hidden) for layer in self._taps]
         return torch.cat(states, -1) if states else last_hidden[..., :0]
 
-    def _keep_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._kept[0] = args[0] if args else kwargs["hidden_states"]
+    def _record_input(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._states[0] = args[0] if args else kwargs["hidden_states"]
 
-    def _keeper(self, layer: int) -> Any:
-        def keep(_: nn.Module, __: Any, output: Any) -> None:
-            self._kept[layer] = output[0] if isinstance(output, tuple) else output
+    def _recorder(self, layer: int) -> Any:
+        def record(_: nn.Module, __: Any, output: Any) -> None:
+            self._states[layer] = output[0] if isinstance(output, tuple) else output
 
-        return keep
+        return record

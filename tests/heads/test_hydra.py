@@ -22,6 +22,7 @@ from spechead.heads.base import ahead
 from spechead.heads.hydra import Hydra, HydraConfig
 from spechead.target.cache import KVBuffer
 from spechead.target.model import Target, TargetOutput
+from spechead.target.rotary import rope_theta
 from tests.helpers.heads import PLANS, TREE, fit, one_row, sample, step
 from tests.helpers.targets import make_target
 
@@ -336,7 +337,7 @@ def test_the_prefix_takes_its_shape_from_the_target_unless_told() -> None:
     target = make_target("qwen3-wide-heads")
     config = make_head(target, prefix=True).config
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
-    assert (config.intermediate_size, config.rope_theta) == (48, target.rope_theta)
+    assert (config.intermediate_size, config.rope_theta) == (48, rope_theta(target.config))
     own = make_head(target, prefix=True, head_dim=8, num_key_value_heads=1, intermediate_size=20)
     assert own.prefix is not None and own.prefix.self_attn.k_proj.weight.shape == (8, 32)
     assert own.prefix.mlp.up_proj.weight.shape == (20, 32)

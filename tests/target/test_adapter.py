@@ -28,8 +28,8 @@ from spechead.heads.base import ahead
 from spechead.target.model import Target
 from spechead.training.extract_head import ExtractOptions, extract_head
 from spechead.training.feature_cache import FeatureCache
-from spechead.training.log import read_log
 from spechead.training.joint import JointModule, head_weight
+from spechead.training.log import read_log
 from spechead.training.recipe import AdapterConfig
 from spechead.training.train import train
 from tests.helpers.training import flags, kill_after_a_checkpoint, launch, recipe, weights, write_tiny
@@ -53,7 +53,7 @@ def medusa(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stock(folder: Path, adapter: Path | None = None) -> Tensor:
-    """What transformers and peft say of IDS, with nothing of ours."""
+    """The logits of transformers and peft alone on IDS."""
     model = AutoModelForCausalLM.from_pretrained(folder / "target")
     with torch.no_grad():
         return (model if adapter is None else PeftModel.from_pretrained(model, adapter))(IDS).logits
@@ -106,7 +106,7 @@ def test_an_adapter_that_was_edited_is_not_taken_for_the_one_of_the_head(medusa:
     path = tmp_path / "head" / "adapter" / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 77}))
     options = DecodingOptions(head=str(tmp_path / "head"))
-    with pytest.raises(UserError, match="head/adapter is no longer the adapter .*; put that back"):
+    with pytest.raises(UserError, match="head/adapter is no longer the adapter .*; restore that"):
         options.load_head(options.load_target())
 
 
@@ -129,7 +129,7 @@ def test_the_merged_target_is_exported_with_the_head(
     train(recipe(folder, tmp_path / "run", "medusa", **JOINT, **{"head.options.draft_vocab_size": 0}))
     head, merged, out = tmp_path / "run" / "head", tmp_path / "merged", tmp_path / "out"
     asked = {"head": str(head), "merged_target": str(merged)}
-    with pytest.raises(UserError, match="SGLang .* has no medusa heads"):
+    with pytest.raises(UserError, match="SGLang .* supports no medusa heads"):
         export(ExportOptions(to="sglang", out=str(out), **asked))
     assert not merged.exists()
     export(ExportOptions(to="vllm", out=str(out), **asked))
@@ -142,7 +142,7 @@ def test_the_merged_target_is_exported_with_the_head(
     assert torch.allclose(model(IDS).logits, stock(folder, head / "adapter"), atol=1e-4)
     assert Target.load(str(merged)).tokenizer.get_vocab() == Target.load(str(folder / "target")).tokenizer.get_vocab()
     assert "attn_implementation" not in (merged / "config.json").read_text()
-    with pytest.raises(UserError, match="option merged-target: .* exists"):
+    with pytest.raises(UserError, match="option merged_target: .* exists"):
         export(ExportOptions(to="vllm", out=str(out), **asked))
 
 
@@ -152,7 +152,7 @@ def test_a_head_without_an_adapter_has_no_merged_target(medusa: Path, tmp_path: 
     config["meta"].pop("adapter")
     (tmp_path / "head" / "config.json").write_text(json.dumps(config))
     asked = {"head": str(tmp_path / "head"), "merged_target": str(tmp_path / "merged")}
-    with pytest.raises(UserError, match="option merged-target: the target of .* carries no adapter"):
+    with pytest.raises(UserError, match="option merged_target: the target of .* has no adapter"):
         export(ExportOptions(to="vllm", out=str(tmp_path / "out"), **asked))
     assert not (tmp_path / "merged").exists()
 
@@ -303,7 +303,7 @@ def test_the_heads_share_of_the_loss_comes_in_as_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    "options,told",
+    ("options", "message"),
     [
         ("{peft_type: NONE}", "NONE"),
         ("{rank: 4}", "rank"),
@@ -311,24 +311,24 @@ def test_the_heads_share_of_the_loss_comes_in_as_asked() -> None:
         ("{peft_type: PROMPT_TUNING, num_virtual_tokens: 4}", "tokens"),
         ("{r: 4, target_modules: [lm_head]}", "output layer"),
         ("{r: 4, target_modules: all-linear, bias: all}", "bias"),
-        ("{r: 4, target_modules: all-linear, init_lora_weights: false}", "change nothing"),
-        ("{r: 4, target_modules: all-linear, init_lora_weights: olora}", "change nothing"),
+        ("{r: 4, target_modules: all-linear, init_lora_weights: false}", "output unchanged"),
+        ("{r: 4, target_modules: all-linear, init_lora_weights: olora}", "output unchanged"),
         ("{r: 4, target_modules: [q_proj], modules_to_save: [embed_tokens]}", "output layer"),
-        ("{peft_type: lore}", r"peft_type: no lore \(known: .*LORA.*\)"),
+        ("{peft_type: lore}", r"peft_type: must be one of .*LORA.*, got lore"),
         ("{r: four}", "r: expected int, got four"),
-        ("{r: 4, target_modules: [q_proj], layer_replication: [[0, 2], [1, 5]]}", "leave .*layer_replication out"),
-        ("{r: 4, target_modules: [q_proj], layer_replication: [[0, 2], [0, 3]]}", "leave .*layer_replication out"),
+        ("{r: 4, target_modules: [q_proj], layer_replication: [[0, 2], [1, 5]]}", "remove layer_replication"),
+        ("{r: 4, target_modules: [q_proj], layer_replication: [[0, 2], [0, 3]]}", "remove layer_replication"),
         ("{r: 4, target_modules: [q_proj], lora_bias: true}", "cannot be merged: .*lora_bias"),
         ("{r: 4, target_modules: [q_proj], alora_invocation_tokens: [1]}", "cannot be merged: aLoRA"),
         ("{peft_type: adaption_prompt, adapter_len: 2, adapter_layers: 2}", "cannot be merged"),
-        ("{r: 4, target_modules: [q_proj], inference_mode: true}", "no weights to train; leave inference_mode out"),
+        ("{r: 4, target_modules: [q_proj], inference_mode: true}", "no weights to train; remove inference_mode"),
         ("{peft_type: POLY, r: 4, target_modules: [q_proj]}", "POLY fails: task_ids"),
-        ("{peft_type: adalora, target_modules: [q_proj], total_step: 8}", "ADALORA moves ranks"),
-        ("{r: 4, target_modules: [q_proj], init_lora_weights: eva}", "init_lora_weights: eva takes data"),
+        ("{peft_type: adalora, target_modules: [q_proj], total_step: 8}", "ADALORA reallocates ranks"),
+        ("{r: 4, target_modules: [q_proj], init_lora_weights: eva}", "init_lora_weights: eva needs data"),
     ],
 )
-def test_an_adapter_that_cannot_be_trained_is_refused(options: str, told: str, folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"adapter\.peft.*{told}"):
+def test_an_adapter_that_cannot_be_trained_is_refused(options: str, message: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"adapter\.peft.*{message}"):
         train(recipe(folder, tmp_path / "run", "medusa", **{"adapter.peft": options}))
 
 
@@ -338,9 +338,9 @@ def test_an_adapter_that_cannot_be_loaded_is_refused(folder: Path, medusa: Path,
     (broken / "adapter_config.json").write_bytes((medusa / "head" / "adapter" / "adapter_config.json").read_bytes())
     (broken / "adapter_model.safetensors").write_bytes(b"no tensors")
     for source in (tmp_path / "nothing", broken):
-        with pytest.raises(UserError, match=r"adapter '.*' cannot be loaded"):
+        with pytest.raises(UserError, match=r"option adapter: '.*' does not fit this target"):
             Target.load(str(folder / "target"), adapter=str(source))
-    with pytest.raises(UserError, match="carries target.adapter"):
+    with pytest.raises(UserError, match="already has target.adapter"):
         recipe(folder, tmp_path / "run", "medusa", **{"adapter.peft": LORA, "target.adapter": "some"})
 
 
@@ -375,13 +375,13 @@ def test_the_fingerprint_holds_the_settings_that_say_how_the_tensors_act(folder:
         names = {"base_model_name_or_path": None, "peft_version": "0", "revision": "main", "inference_mode": False}
         order = {"target_modules": config["target_modules"][::-1]}
         found = []
-        for told in ({}, names | order, changes):
-            (out / "adapter_config.json").write_text(json.dumps(config | told))
+        for change in ({}, names | order, changes):
+            (out / "adapter_config.json").write_text(json.dumps(config | change))
             target = Target.load(str(folder / "target"), adapter=str(out))
             found.append((target.fingerprint, target.logits(target.forward(IDS).hidden)))
-        (first, said), (named, same), (other, differs) = found
-        assert first == named and torch.equal(said, same)
-        assert first != other and not torch.allclose(said, differs, atol=1e-3)
+        (first, logits), (renamed, same), (other, different) = found
+        assert first == renamed and torch.equal(logits, same)
+        assert first != other and not torch.allclose(logits, different, atol=1e-3)
 
 
 def test_an_adapter_that_repeats_layers_is_refused(folder: Path, tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_an_adapter_that_repeats_layers_is_refused(folder: Path, tmp_path: Path)
         Target.load(str(folder / "target"), adapter=str(out))
 
 
-def test_an_adapter_made_for_another_model_is_told(
+def test_an_adapter_made_for_another_model_is_reported(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = saved_lora(folder, tmp_path / "lora")
@@ -402,7 +402,7 @@ def test_an_adapter_made_for_another_model_is_told(
     assert capsys.readouterr().err.count("lora was made for 'some/other', here it is added to ") == 1
 
 
-def test_a_head_whose_adapter_is_gone_is_told(medusa: Path, tmp_path: Path) -> None:
+def test_a_head_whose_adapter_is_missing_is_reported(medusa: Path, tmp_path: Path) -> None:
     shutil.copytree(medusa / "head", tmp_path / "head")
     shutil.rmtree(tmp_path / "head" / "adapter")
     with pytest.raises(UserError, match="trained together with an adapter, .*head/adapter is missing"):

@@ -97,7 +97,7 @@ def test_devices_and_dtypes_are_checked(folder: Path) -> None:
     for device in ("gpu", "cuda:x"):
         with pytest.raises(UserError, match=device):
             choose_device(device)
-    with pytest.raises(UserError, match="dtype 'int8'"):
+    with pytest.raises(UserError, match="option dtype: 'int8'"):
         Target.load(str(folder), dtype="int8")
 
 
