@@ -1,12 +1,12 @@
-"""How much memory the loss of a training step takes: with logits made for some rows at a time, and all at once.
+"""Peak memory of the loss of a training step: with logits computed in chunks of rows, and all at once.
 
     python eval/bench_loss.py --json bench_loss.json
     python eval/bench_loss.py --vocab_size 128256 --hidden_size 4096 --lengths [2048,4096,8192] --device cuda
 
-One text of each length, all of it supervised; head and output layer of the given shape, untrained; hidden states are
-random, since the target's own forward is not part of what is measured. Each figure is that of a fresh process: the peak
-during one step, forward and backward, above what was in use before it. On a CPU that is of the process's resident
-memory, on an accelerator of torch's allocator. Knows nothing of data.
+One sequence of each length, fully supervised; head and output layer have the given shape and are untrained; hidden
+states are random, since the target's own forward is not measured. Each figure comes from a new process: the peak during
+one step, forward and backward, above the memory in use before it. On a CPU it is the process's resident memory, on an
+accelerator that of torch's allocator.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -27,51 +28,51 @@ from spechead.evaluation.measure import describe_machine
 from spechead.files import write_json
 from spechead.heads import HEADS, draft_loss
 from spechead.heads.base import Head
-from spechead.options import parse
+from spechead.options import Options, Range, parse
 from spechead.target.loading import choose_device
 from spechead.target.model import Target, TargetOutput
 from spechead.training.recipe import HeadRecipe, check_head
 
-WARM_UP = 16  # tokens of a step before, in which libraries take what they keep
+WARM_UP = 16  # tokens of an earlier step, in which libraries allocate their buffers
 
 
 @dataclass
-class LossBenchOptions:
+class LossBenchOptions(Options):
     """Peak memory of a training step's loss, by length."""
 
-    lengths: list[int] = field(default_factory=lambda: [256, 512, 1024])
-    """Tokens of the text."""
+    lengths: Annotated[list[int], Range(1)] = field(default_factory=lambda: [256, 512, 1024])
+    """Tokens of the sequence."""
     kind: str = "eagle3"
-    """The head."""
+    """Kind of head."""
     options: dict[str, Any] = field(default_factory=lambda: {"layers": [0, 1, 2], "draft_vocab_size": 0})
     """Its options."""
-    vocab_size: int = 65536
+    vocab_size: Annotated[int, Range(1)] = 65536
     """Rows of the target's output layer."""
-    hidden_size: int = 256
+    hidden_size: Annotated[int, Range(1)] = 256
     """Size of hidden states."""
     device: str = "auto"
     """auto, cpu or cuda."""
     json: str = ""
-    """File to write the numbers to; empty: they are only printed."""
+    """File to write the numbers to; empty: only print them."""
 
 
 def main(argv: list[str]) -> None:
     options = parse(LossBenchOptions, argv, "bench_loss")
     check_head(HeadRecipe(options.kind, options.options))
-    found: dict[str, dict[int, float]] = {"all at once": {}, "some rows at a time": {}}
+    peaks: dict[str, dict[int, float]] = {"all at once": {}, "some rows at a time": {}}
     with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as fresh:
         for length in options.lengths:
-            for name, row in found.items():
+            for name, row in peaks.items():
                 row[length] = round(fresh.submit(peak, options, length, name == "all at once").result(), 1)
-    show(found, options.lengths)
+    print_peaks(peaks, options.lengths)
     if options.json:
         machine = describe_machine(choose_device(options.device))
-        made = {"settings": asdict(options), "logits_at_once": draft_loss.LOGITS_AT_ONCE, "machine": machine}
-        write_json(options.json, made | {"peak_mb": found})
+        facts = {"settings": asdict(options), "logits_at_once": draft_loss.LOGITS_AT_ONCE, "machine": machine}
+        write_json(Path(options.json), facts | {"peak_mb": peaks})
 
 
 def peak(options: LossBenchOptions, length: int, at_once: bool) -> float:
-    """Megabytes that a step over `length` tokens takes at its peak."""
+    """Peak memory of a step over `length` tokens, in megabytes."""
     torch.manual_seed(0)
     device = choose_device(options.device)
     if at_once:
@@ -104,7 +105,7 @@ def make_head(options: LossBenchOptions, device: torch.device) -> Head:
 
 
 def step(head: Head, length: int) -> None:
-    """Forward and backward of the loss over a text of random tokens; the gradients are dropped."""
+    """Forward and backward of the loss over random tokens; the gradients are discarded."""
     device, size = head.target.device, head.target.hidden_size
     ids = torch.randint(head.draft_size, (1, length), device=device)
     whole = torch.ones(1, length, dtype=torch.bool, device=device)
@@ -116,7 +117,7 @@ def step(head: Head, length: int) -> None:
 
 
 def in_use(device: torch.device) -> float:
-    """Bytes now; on a CPU the most so far, which the warm-up reached."""
+    """Bytes now; on a CPU the peak so far, that of the warm-up."""
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else highest(device)
 
 
@@ -128,9 +129,9 @@ def highest(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def show(found: dict[str, dict[int, float]], lengths: list[int]) -> None:
+def print_peaks(peaks: dict[str, dict[int, float]], lengths: list[int]) -> None:
     print("peak memory of a step, MB    " + "".join(f"{length:>9}" for length in lengths) + "  tokens")
-    for name, row in found.items():
+    for name, row in peaks.items():
         print(f"{name:<28} " + "".join(f"{row[length]:>9.0f}" for length in lengths))
 
 

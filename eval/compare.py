@@ -1,29 +1,28 @@
-"""All kinds of heads side by side: the same target, data and training time for each, then the same measurement.
+"""Compare all kinds of heads: the same target, data and training time for each, then the same measurement.
 
     python eval/compare.py                                      # `make compare`: ten minutes of training for each head
     python eval/compare.py --budget-s 20 --prompts 4 --only medusa --only hydra --work runs/quick --out runs/quick.json
 
-How a head is trained for BUDGET seconds: a trial of `TRIAL` steps, thrown away, measures tokens a second behind its
-first third; the run then gets as many steps as fit into the budget at that rate, and its learning rate runs through its
-whole schedule over just these. Trial, loading and the closing validation are not part of the budget. The target runs at
-each step (`engine.feature_memory_gb` is 0), so that a step of the second epoch costs what one of the first does. The
-number of steps is noted down: a run that is started again goes on with it.
+How a head is trained for BUDGET seconds: a discarded trial of `TRIAL` steps measures tokens per second after its first
+third; the run then gets as many steps as fit into the budget at that rate, and its learning rate runs through the whole
+schedule over these. Trial, loading and the final validation are not part of the budget. The target runs at each step
+(`engine.feature_memory_gb` is 0), so that steps of all epochs cost the same. The number of steps is saved, and a
+resumed run keeps it.
 
-All are trained before the first is measured, so that the measurements lie close together. Everything lies in
-WORK/NAME/: plan.json, run/, eval/. What is finished is not done again. OUT and the page beside it, OUT with .html for
-its ending, hold all heads of WORK that are finished. Knows nothing of how a head drafts.
+All are trained before the first is measured, so that the measurements are close in time. The files are in WORK/NAME/:
+plan.json, run/, eval/. Finished work is not repeated. OUT, and the page of the same name with .html, contain all
+finished heads of WORK.
 """
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
@@ -36,8 +35,8 @@ from spechead.evaluation.measure import describe_machine
 from spechead.evaluation.page import render
 from spechead.evaluation.plots import intervals
 from spechead.evaluation.report import identical, number, with_interval
-from spechead.files import read_json, write_json, write_text
-from spechead.options import parse
+from spechead.files import claim, read_json, remove, write_json, write_text
+from spechead.options import Options, Range, parse
 from spechead.target.bundled import NAME as BUNDLED
 from spechead.target.loading import choose_device
 from spechead.target.model import Target
@@ -46,7 +45,7 @@ from spechead.training.log import read_log
 from spechead.training.recipe import Recipe, load_recipe
 from spechead.training.train import train
 
-VARIANTS: dict[str, tuple[str, list[str]]] = {  # name -> recipe, and what is changed in it
+VARIANTS: dict[str, tuple[str, list[str]]] = {  # name -> recipe, and changes to it
     "eagle3": ("eagle3-smollm2", []),
     "eagle": ("eagle-smollm2", []),
     "hass": ("hass-smollm2", []),
@@ -59,16 +58,16 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {  # name -> recipe, and what is ch
 }
 TREE, CHAIN = "dynamic:nodes=8,depth=3,topk=4", "chain:3"
 TRIAL = 30  # steps
-# the same for all, whatever their recipes say
+# overrides of every recipe
 COMMON = ["--optim.batch_size", "1", "--optim.micro_batch_size", "1", "--engine.feature_memory_gb", "0"]
 COMMON += ["--log.validate_every", "0", "--head.tree", TREE]
 
 
 @dataclass(kw_only=True)
-class CompareOptions:
-    """Train every kind of head for the same time on the same data, and measure them alike."""
+class CompareOptions(Options):
+    """Train every kind of head for the same time on the same data, and measure all in the same way."""
 
-    budget_s: float = 600.0
+    budget_s: Annotated[float, Range(above=0)] = 600.0
     """Seconds of training for each head."""
     only: list[str] = field(default_factory=list)
     """Heads to train now, by name; empty: all."""
@@ -76,40 +75,35 @@ class CompareOptions:
     """Model that decodes: smollm2-135m, a local folder or a hub id."""
     data: str = "shipped:data/sample.jsonl"
     """Conversations to train on."""
-    prompts: int = 0
-    """How many prompts to measure on, spread over the kinds; 0: all."""
+    prompts: Annotated[int, Range(0)] = 0
+    """How many prompts to measure on, spread over the categories; 0: all."""
     prompt_file: str = ""
     """JSONL file of prompts; empty: spechead's own 40."""
     max_new_tokens: int = 128
     """Longest answer, in tokens."""
-    threads: int = 0
-    """CPU threads of the training; 0: all. Decoding is measured with all."""
+    threads: Annotated[int, Range(0)] = 0
+    """CPU threads of the training; 0: all. Decoding is always measured with all."""
     device: str = "auto"
     """auto, cpu, cuda or cuda:N."""
     seed: int = 0
-    """Of the weights and the order of the samples."""
+    """Seed of the weights and the order of the samples."""
     work: str = "runs/compare"
     """Folder for the runs."""
     out: str = "runs/compare.json"
-    """JSON file to write; the page goes beside it."""
+    """JSON file to write; the page is written next to it."""
 
     def __post_init__(self) -> None:
-        if not self.budget_s > 0:
-            raise UserError(f"budget-s {self.budget_s}: must be above 0")
-        if self.prompts < 0:
-            raise UserError(f"prompts {self.prompts}: must be 0 or more")
-        if self.threads < 0:
-            raise UserError(f"threads {self.threads}: must be 0 or more")
+        super().__post_init__()
         for name in self.only:
             if name not in VARIANTS:
-                raise UserError(f"only {name!r}: known are {', '.join(VARIANTS)}")
+                raise UserError(f"option only: {name!r} is unknown, use {', '.join(VARIANTS)}")
         if not self.out.endswith(".json"):
-            raise UserError(f"out {self.out}: must end with .json")
+            raise UserError(f"option out: must end with .json, got {self.out}")
 
 
 def main(argv: Sequence[str]) -> None:
     options = parse(CompareOptions, argv, "compare.py")
-    claim(options)
+    begin(options)
     threads, names = torch.get_num_threads(), options.only or list(VARIANTS)
     for name in names:
         folder = Path(options.work) / name
@@ -131,23 +125,15 @@ def finished(folder: Path) -> bool:
     return (folder / "eval" / "report.json").is_file()
 
 
-def claim(options: CompareOptions) -> None:
-    """Note what the comparison in the work folder is, or refuse to mix it with another."""
-    path = Path(options.work) / "settings.json"
+def begin(options: CompareOptions) -> None:
+    """Write the settings of the comparison to the work folder, or refuse to mix it with another."""
     machine = describe_machine(choose_device(options.device))
-    mine = settings(options) | {name: machine.get(name) for name in ("processor", "accelerator")}
-    earlier = read_json(path) if path.is_file() else mine
-    for name, value in mine.items():
-        if earlier.get(name) != value:
-            raise UserError(
-                f"{options.work} holds a comparison with {name} = {earlier.get(name)!r}, now {value!r}: "
-                "choose another --work, or remove that folder"
-            )
-    write_json(path, mine)
+    facts = settings(options) | {name: machine.get(name) for name in ("processor", "accelerator")}
+    claim(Path(options.work) / "settings.json", facts, remedy="choose another --work, or remove that folder")
 
 
 def settings(options: CompareOptions) -> dict[str, Any]:
-    """What all numbers of a comparison share."""
+    """The settings that all numbers of a comparison share."""
     free = ("only", "work", "out")
     chosen = {name: value for name, value in asdict(options).items() if name not in free}
     fixed = {
@@ -161,14 +147,14 @@ def settings(options: CompareOptions) -> dict[str, Any]:
 
 
 def planned(name: str, options: CompareOptions, folder: Path) -> Recipe:
-    """The recipe of a head, with as many steps as fit into the budget; a trial finds out how many unless it has."""
+    """The recipe of a head, with as many steps as fit into the budget; a trial measures how many, once."""
     plan = folder / "plan.json"
     if not plan.is_file():
         print(f"\n{name}: a trial of {TRIAL} steps", flush=True)
         rate = trial(name, options, folder / "trial")
-        known = facts(recipe_of(name, options, []))
-        steps = max(1, int(options.budget_s * rate / known["tokens_per_step"]))
-        write_json(plan, known | {"trial_tokens_per_s": rate, "steps": steps})
+        sizes = head_sizes(recipe_of(name, options, []))
+        steps = max(1, int(options.budget_s * rate / sizes["tokens_per_step"]))
+        write_json(plan, sizes | {"trial_tokens_per_s": rate, "steps": steps})
     steps = int(read_json(plan)["steps"])
     print(f"\n{name}: {steps} steps in about {options.budget_s:g} s", flush=True)
     flags = ["--optim.steps", str(steps), "--log.every", str(steps), "--log.checkpoint_every", "200"]
@@ -177,24 +163,24 @@ def planned(name: str, options: CompareOptions, folder: Path) -> Recipe:
 
 def recipe_of(name: str, options: CompareOptions, flags: Sequence[str]) -> Recipe:
     config, changes = VARIANTS[name]
-    ours = ["--target.name", options.target, "--target.device", options.device, "--data.train", options.data]
-    ours += ["--engine.threads", str(options.threads), "--seed", str(options.seed)]
-    return load_recipe(config, [*COMMON, *changes, *ours, *flags])
+    shared = ["--target.name", options.target, "--target.device", options.device, "--data.train", options.data]
+    shared += ["--engine.threads", str(options.threads), "--seed", str(options.seed)]
+    return load_recipe(config, [*COMMON, *changes, *shared, *flags])
 
 
 def trial(name: str, options: CompareOptions, scratch: Path) -> float:
-    """Tokens a second that training takes in, without its first steps."""
-    shutil.rmtree(scratch, ignore_errors=True)  # of a trial that was interrupted
+    """Training tokens per second, without the first steps."""
+    remove(scratch)  # left by an interrupted trial
     flags = ["--optim.steps", str(TRIAL), "--log.every", str(TRIAL // 3), "--log.checkpoint_every", "1000000"]
     flags += ["--data.validation_share", "0"]
     train(recipe_of(name, options, [*flags, "--out", str(scratch)]))
     rates = [row["tokens_per_s"] for row in read_log(scratch)][1:]
-    shutil.rmtree(scratch)
+    remove(scratch)
     return mean(rates)
 
 
-def facts(recipe: Recipe) -> dict[str, float]:
-    """The head's size, and the mean length of a training sample: a step takes one."""
+def head_sizes(recipe: Recipe) -> dict[str, float]:
+    """The head's parameters, and the mean length of a training sample: a step takes one."""
     target = Target.load(recipe.target.name, device=recipe.target.device, pack=False)
     conversations = read_conversations(recipe.data.sources())
     samples = build_samples(conversations, target.tokenizer, recipe.data.max_length).items
@@ -221,16 +207,16 @@ def measure(options: CompareOptions, folder: Path) -> None:
 
 
 def write(options: CompareOptions) -> None:
-    """OUT and its page, from all heads of the work folder that are finished."""
+    """Write OUT and its page, with all finished heads of the work folder."""
     heads = {name: row(Path(options.work) / name) for name in VARIANTS if finished(Path(options.work) / name)}
     machine = describe_machine(choose_device(options.device))
-    found = {"budget_s": options.budget_s, "heads": heads, "settings": settings(options), "machine": machine}
-    write_json(Path(options.out), found)
-    write_text(page_path(options), page(found))
+    results = {"budget_s": options.budget_s, "heads": heads, "settings": settings(options), "machine": machine}
+    write_json(Path(options.out), results)
+    write_text(page_path(options), page(results))
 
 
 def row(folder: Path) -> dict[str, Any]:
-    """One head's numbers, from what its run and its evaluation wrote."""
+    """One head's numbers, from the files of its run and its evaluation."""
     plan, last = read_json(folder / "plan.json"), read_log(folder / "run")[-1]
     report = read_json(folder / "eval" / "report.json")
     tree, chain = (
@@ -248,7 +234,7 @@ def row(folder: Path) -> dict[str, Any]:
         "speedup": tree["speedup"],
         "speedup_ci": tree["speedup_ci"],
         "speedup_chain": chain["speedup"],
-        "draft_s": tree["seconds"]["draft"] / tree["passes"] if tree["passes"] else None,  # a pass
+        "draft_s": tree["seconds"]["draft"] / tree["passes"] if tree["passes"] else None,  # per pass
         "identical": identical(tree),
     }
 

@@ -6,7 +6,7 @@ Legend: P prompt tokens, A tokens of the answer, H hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -32,7 +32,7 @@ SAMPLE_DATA = "data/sample.jsonl"
 class SearchOptions(TargetOptions):
     """Find which layers a target may skip when it drafts for itself; standard output is a value for --drafter."""
 
-    target: str
+    target: str = field()  # required, unlike in TargetName
     """Bundled target, local folder or hub id."""
     skip: int
     """Layers to skip."""

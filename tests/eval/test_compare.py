@@ -35,7 +35,7 @@ def test_every_kind_of_head_is_compared_and_all_see_the_same() -> None:
 def test_the_steps_fill_the_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = compare.CompareOptions(budget_s=30.0)
     monkeypatch.setattr(compare, "trial", lambda *_: 1000.0)
-    monkeypatch.setattr(compare, "facts", lambda _: {"parameters": 7, "tokens_per_step": 250.0})
+    monkeypatch.setattr(compare, "head_sizes", lambda _: {"parameters": 7, "tokens_per_step": 250.0})
     recipe = compare.planned("medusa", options, tmp_path)
     assert (
         recipe.optim.steps == 30 * 1000 / 250 and recipe.optim.schedule == load_recipe("medusa-smollm2").optim.schedule
@@ -138,39 +138,56 @@ def test_the_script_trains_measures_and_is_not_done_twice(
     assert run("--only", "eagle3") == found
 
 
-def test_what_was_trained_is_measured_after_a_restart(
-    run: Callable[..., dict[str, Any]], folder: Path, monkeypatch: pytest.MonkeyPatch
+def test_all_are_trained_before_the_first_is_measured_and_a_restart_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """All are trained before the first is measured; measured on all threads, whatever training was given."""
-    measure, threads = compare.measure, torch.get_num_threads()
-    monkeypatch.setattr(compare, "measure", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        run("--only", "hydra", "--only", "eagle", "--threads", "2", "--work", "work1")
-    assert torch.get_num_threads() == threads
-    weights = folder / "work1" / "hydra" / "run" / "head" / "model.safetensors"
-    before = weights.stat().st_mtime_ns
+    calls: list[tuple[str, str]] = []
+    threads = torch.get_num_threads()
+
+    def train(recipe: Any) -> None:
+        torch.set_num_threads(recipe.engine.threads)
+        calls.append(("train", recipe.head.kind))
+
+    def measure(options: compare.CompareOptions, folder: Path) -> None:
+        assert torch.get_num_threads() == threads, "measured on all threads"
+        calls.append(("measure", folder.name))
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        (folder / "eval").mkdir()
+        (folder / "eval" / "report.json").touch()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "trial", lambda *_: 1000.0)
+    monkeypatch.setattr(compare, "head_sizes", lambda _: {"parameters": 7, "tokens_per_step": 250.0})
+    monkeypatch.setattr(compare, "train", train)
     monkeypatch.setattr(compare, "measure", measure)
+    monkeypatch.setattr(compare, "write", lambda _: None)
+    flags = ["--only", "hydra", "--only", "eagle", "--threads", "2"]
+    with pytest.raises(KeyboardInterrupt):
+        compare.main(flags)
+    assert calls == [("train", "hydra"), ("train", "eagle"), ("measure", "hydra"), ("measure", "eagle")]
+    calls.clear()
     monkeypatch.setattr(compare, "trial", lambda *_: pytest.fail("tried again"))
-    assert (folder / "work1" / "eagle" / "run" / "run.json").is_file(), "trained before any was measured"
-    assert list(run("--only", "hydra", "--threads", "2", "--work", "work1")["heads"]) == ["hydra"]
-    assert weights.stat().st_mtime_ns == before
+    compare.main(flags)
+    assert calls == [("train", "eagle"), ("measure", "eagle")], "the finished head is left alone"
+    assert torch.get_num_threads() == threads
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--budget-s", "0"], "budget-s 0.0: must be above 0"),
-        (["--prompts", "-1"], "prompts -1: must be 0 or more"),
-        (["--only", "eagle4"], "only 'eagle4': known are eagle3, eagle, hass"),
-        (["--out", "x"], "out x: must end with .json"),
-        (["--budget-s", "9", "--work", "work"], "work holds a comparison with budget_s = 5.0, now 9.0"),
+        (["--budget-s", "0"], "option budget_s: must be above 0, got 0.0"),
+        (["--prompts", "-1"], "option prompts: must be at least 0, got -1"),
+        (["--only", "eagle4"], "option only: 'eagle4' is unknown, use eagle3, eagle, hass"),
+        (["--out", "x"], "option out: must end with .json, got x"),
+        (["--budget-s", "9", "--work", "work"], "work was begun with budget_s = 5.0, now 9.0"),
     ],
 )
 def test_mistakes_are_named_before_anything_is_trained(
     flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    compare.claim(compare.CompareOptions(budget_s=5.0, work="work"))
+    compare.begin(compare.CompareOptions(budget_s=5.0, work="work"))
     monkeypatch.setattr(compare, "train", lambda _: pytest.fail("trained"))
     with pytest.raises(SystemExit) as exit_, one_line_errors():
         compare.main(flags)

@@ -67,48 +67,54 @@ def test_a_server_is_asked_and_stopped(tmp_path: Path, monkeypatch: pytest.Monke
     stand_in(tmp_path, f"COUNTERS = {COUNTERS!r}\n{SERVER}")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     asked = [Question(Prompt(n, "other", ""), [n, 5], 2) for n in (1, 7)]
-    started = []
+    started: list[Any] = []
     popen = serve.subprocess.Popen
-    monkeypatch.setattr(serve.subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)) or started[-1])
-    served = serve.ask(options(tmp_path), make_target("llama"), asked, "name", {"method": "eagle3"})
+
+    def start(*arguments: Any, **options: Any) -> Any:
+        started.append(popen(*arguments, **options))
+        return started[-1]
+
+    monkeypatch.setattr(serve.subprocess, "Popen", start)
+    served = serve.query_server(options(tmp_path), make_target("llama"), asked, "name", {"method": "eagle3"})
     assert served.texts == [[2, 6], [8, 6]]
     assert served.survival == [0.625, 0.25, 0.0]
     assert started[0].poll() is not None
 
 
-def test_a_server_that_does_not_start_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_does_not_start_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(tmp_path, "raise SystemExit(3)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(UserError, match="ended with code 3 .*name.log"):
-        serve.ask(options(tmp_path), make_target("llama"), [], "name")
+        serve.query_server(options(tmp_path), make_target("llama"), [], "name")
 
 
 @pytest.mark.parametrize(
-    ("counters", "post", "told"),
+    ("counters", "post", "message"),
     [
         ("vllm:prompt_tokens_total 3.0", None, "accepted drafts at 0 depths, not at 3; see .*name.log"),
         (COUNTERS, "self.send_error(500)", "HTTP Error 500.*; see .*name.log"),
-        (COUNTERS, 'self.reply("{}")', "gave no answer that can be read .*choices.*; see .*name.log"),
+        (COUNTERS, 'self.reply("{}")', "unreadable answer .*choices.*; see .*name.log"),
     ],
 )
-def test_a_server_that_answers_badly_is_told(
-    counters: str, post: str | None, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_server_that_answers_badly_is_reported(
+    counters: str, post: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = SERVER if post is None else SERVER.replace('assert asked["temperature"] == 0', f"return {post}")
     stand_in(tmp_path, f"COUNTERS = {counters!r}\n{source}")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     asked = [Question(Prompt(1, "other", ""), [1, 5], 2)]
-    with pytest.raises(UserError, match=told):
-        serve.ask(options(tmp_path), make_target("llama"), asked, "name", {"method": "eagle3"})
+    with pytest.raises(UserError, match=message):
+        serve.query_server(options(tmp_path), make_target("llama"), asked, "name", {"method": "eagle3"})
 
 
 def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no head"):
+    with pytest.raises(UserError, match="option head: is empty"):
         serve.ServeOptions(vllm=sys.executable)
     for name in ("prompts", "max_new_tokens", "drafts"):
+        limits: dict[str, Any] = {name: 0}
         with pytest.raises(UserError, match=f"option {name}: must be at least 1, got 0"):
-            serve.ServeOptions(vllm=sys.executable, head=["some"], **{name: 0})
-    with pytest.raises(UserError, match="is no program"):
+            serve.ServeOptions(vllm=sys.executable, head=["some"], **limits)
+    with pytest.raises(UserError, match="option vllm: .* is no program"):
         serve.ServeOptions(vllm=str(tmp_path / "python"), head=["some"])
 
 
