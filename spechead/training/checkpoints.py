@@ -44,8 +44,8 @@ class TrainState:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints in `folder`, oldest first."""
-    found = folder.glob(f"{_STEP}*") if folder.is_dir() else ()
-    return sorted(path for path in found if path.is_dir() and path.name.removeprefix(_STEP).isdecimal())
+    paths = folder.glob(f"{_STEP}*") if folder.is_dir() else ()
+    return sorted(path for path in paths if path.is_dir() and path.name.removeprefix(_STEP).isdecimal())
 
 
 def step_of(checkpoint: Path) -> int:
@@ -93,8 +93,8 @@ def load(folder: Path, step: int, engine: Engine) -> TrainState:
 
 def resume(folder: Path, engine: Engine, ranks: Ranks) -> TrainState:
     """Restore the newest checkpoint that the first rank sees, if there is one."""
-    found = list_checkpoints(folder)
-    newest = step_of(found[-1]) if found and ranks.first else 0
+    paths = list_checkpoints(folder)
+    newest = step_of(paths[-1]) if paths and ranks.first else 0
     step = int(ranks.sum(torch.tensor(newest)))  # the others add 0
     return load(folder, step, engine) if step else TrainState()
 

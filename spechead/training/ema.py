@@ -1,4 +1,4 @@
-"""A running average of the weights (EMA), kept in the optimizer's state beside the moments.
+"""A running average of the weights (EMA), kept in the optimizer's state with the moments.
 
 Whatever shards, saves and loads the moments does the same to the averages, and each process averages its own shard.
 The float32 masters are averaged, not the weights rounded to bf16.

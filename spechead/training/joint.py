@@ -96,7 +96,7 @@ class JointModule(TrainingModule):
         torch.manual_seed(seed)
 
     def comparable(self, step: int) -> bool:
-        """In the first stage the target is still without the adapter, and the validation says nothing of later ones."""
+        """False in the first stage: validations of the target without the adapter do not compare with later ones."""
         return step > self.alone
 
 

@@ -25,9 +25,9 @@ def test_samples_are_split_alike_and_reported_once(
     foreign = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
     silent = {"messages": [{"role": "user", "content": "long " * 99}, {"role": "assistant", "content": "a"}]}
     source.write_text((folder / "data.jsonl").read_text() + f"{json.dumps(foreign)}\n{json.dumps(silent)}\n")
-    asked = recipe(folder, tmp_path, **{"data.train": source, "data.max_length": 99})
-    target = load_target(asked, bf16=False)
-    data = [load_data(asked, target, ranks) for ranks in (FIRST, SECOND)]
+    settings = recipe(folder, tmp_path, **{"data.train": source, "data.max_length": 99})
+    target = load_target(settings, bf16=False)
+    data = [load_data(settings, target, ranks) for ranks in (FIRST, SECOND)]
     rows = [([s.row for s in one.training], [s.row for s in one.validation]) for one in data]
     assert rows[0] == rows[1] and sorted(rows[0][0] + rows[0][1]) == list(range(13))
     assert sum(data[0].dropped.values()) == 1 and data[0].foreign.startswith("2 of 14 answers")

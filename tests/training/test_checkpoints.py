@@ -56,8 +56,8 @@ AS_VALIDATED = {"optim.steps": 6, "log.validate_every": 1, "log.checkpoint_every
 
 @pytest.fixture
 def validated(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """What validations find, by step; where it holds no such step, the run is killed."""
-    found = dict(VALIDATED)
+    """Acceptance lengths that validations return, by step; at a step that is missing the run is killed."""
+    lengths = dict(VALIDATED)
     steps: list[int] = []
 
     def step(run: Run, state: TrainState, metrics: RunningMetrics) -> None:
@@ -65,8 +65,8 @@ def validated(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
         train_step(run, state, metrics)
 
     monkeypatch.setattr("spechead.training.train.train_step", step)
-    monkeypatch.setattr("spechead.training.train.validate", lambda run, step: {"acceptance_length": found[steps[-1]]})
-    return found
+    monkeypatch.setattr("spechead.training.train.validate", lambda run, step: {"acceptance_length": lengths[steps[-1]]})
+    return lengths
 
 
 @pytest.mark.parametrize(

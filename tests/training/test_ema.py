@@ -121,7 +121,7 @@ def test_the_head_is_the_average_of_the_masters(zero: int, precision: str, folde
         assert torch.equal(tensor, read_weights(last)[f"head.{name}"]), name
 
 
-def test_validation_judges_the_average_and_leaves_the_training_alone(folder: Path, tmp_path: Path) -> None:
+def test_validation_uses_the_average_and_does_not_change_the_training(folder: Path, tmp_path: Path) -> None:
     changes = {"engine.precision": "bf16", "optim.lr": 0.01, "log.best": "false"}
     for name, ema in (("plain", 0.0), ("averaged", 0.9)):
         train(recipe(folder, tmp_path / name, **changes | {"optim.ema": ema}))

@@ -60,7 +60,7 @@ def test_options_that_an_earlier_version_lacked_had_their_defaults(out: Path) ->
         begin_again(out, "--optim.ema", "0.9")
 
 
-def test_a_folder_without_checkpoints_holds_no_run_yet(tmp_path: Path) -> None:
+def test_settings_may_change_before_the_first_checkpoint(tmp_path: Path) -> None:
     claim(load_recipe(), tmp_path, ALONE, FACTS)
     begin_again(tmp_path, "--optim.lr", "0.5")
 

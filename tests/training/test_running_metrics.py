@@ -36,13 +36,13 @@ def test_the_accuracy_of_a_depth_is_of_the_rows_that_have_such_a_token() -> None
     metrics = RunningMetrics(head)
     hits = Hits(torch.stack([first, first & second]), torch.stack([first, second]))
     metrics.add(StepOutput(torch.tensor(1.0), hits), batch)
-    found = metrics.values(ALONE)
+    values = metrics.values(ALONE)
     assert (int(first.sum()), int((first & second).sum())) == (4, 3)
-    assert (found["accuracy@1"], found["accuracy@2"]) == (1.0, 1.0), "nothing is wrong"
+    assert (values["accuracy@1"], values["accuracy@2"]) == (1.0, 1.0), "every draft that can be correct is"
 
 
 def test_the_losses_of_head_and_target_by_hand() -> None:
-    """They are of the tokens that both were trained on; of four steps of four tokens, the last two."""
+    """They average over the tokens that both were trained on: the last two of four steps of four tokens."""
     target = make_target("llama")
     head = HEADS["medusa"](HEADS["medusa"].Config(n_heads=1), target)
     batch = collate([Sample(torch.arange(5), torch.tensor([False, True, True, True, True]), 0)], 512)
@@ -57,6 +57,6 @@ def test_the_losses_of_head_and_target_by_hand() -> None:
         parts = {"head_loss": torch.tensor(16.0), "target_loss": torch.tensor(target_loss)}
         metrics.add(StepOutput(torch.tensor(10.0), hits, parts), batch)
     assert metrics.note == "loss 3.75 (head_loss 4.00, target_loss 1.50), 1.00 tokens/pass"
-    found = metrics.values(ALONE)
-    assert (found["loss"], found["head_loss"], found["target_loss"]) == (3.75, 4.0, 1.5)
+    values = metrics.values(ALONE)
+    assert (values["loss"], values["head_loss"], values["target_loss"]) == (3.75, 4.0, 1.5)
     assert "head_loss" not in metrics.values(ALONE), "sums restart"
