@@ -11,16 +11,7 @@ import pytest
 import torch
 
 from spechead.errors import UserError
-from spechead.formats.export import write_export
 from spechead.formats.push import PushOptions, push
-from tests.helpers.exporting import export_info, make_head, tiny
-
-
-@pytest.fixture
-def exported(tmp_path: Path) -> Path:
-    out = tmp_path / "out"
-    write_export(make_head("eagle3", tiny("llama")), "vllm", out, export_info(tiny("llama"), tmp_path))
-    return out
 
 
 class Hub:

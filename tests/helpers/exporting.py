@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import gguf
 import torch
 
+from spechead.cli.main import main
 from spechead.formats.capabilities import ExportInfo
 from spechead.heads import HEADS, Head
 from spechead.target.model import Target
@@ -93,3 +95,7 @@ def write_tokenizer(target: Target, path: Path) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def run(command: str) -> None:
+    main(shlex.split(command))
