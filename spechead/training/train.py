@@ -50,11 +50,8 @@ class Run:
     total: int  # optimizer steps
 
 
-def train(recipe: Recipe, cache: FeatureCache | None = None) -> Path:
-    """Train as the recipe describes and return the head's folder; an interrupted run of the same recipe is resumed.
-
-    `cache` may be shared by runs that tap the same layers of the same target on the same samples.
-    """
+def train(recipe: Recipe) -> Path:
+    """Train as the recipe describes and return the head's folder; an interrupted run of the same recipe is resumed."""
     out = Path(recipe.out)
     if (out / FINISHED).is_file():
         refuse_other_recipe(recipe, out)
@@ -64,13 +61,16 @@ def train(recipe: Recipe, cache: FeatureCache | None = None) -> Path:
         print(f"{out} contains the finished run of this recipe; remove it to train anew")
         return out / "head"
     ranks = start(choose_device(recipe.target.device))
-    run = set_up(recipe, ranks, cache or FeatureCache(recipe.engine.feature_memory_gb))
+    run = set_up(recipe, ranks, FeatureCache(recipe.engine.feature_memory_gb))
     with locked(out, "out") if ranks.first else nullcontext():
         return finish(run, fit(run))
 
 
 def set_up(recipe: Recipe, ranks: Ranks, cache: FeatureCache) -> Run:
-    """Seeds, target, data, head and engine."""
+    """Seeds, target, data, module and engine.
+
+    `cache` may be shared by runs that tap the same layers of the same target on the same samples.
+    """
     if recipe.engine.threads:
         torch.set_num_threads(recipe.engine.threads)
     out, optim = Path(recipe.out), recipe.optim
