@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,54 @@ def test_unreadable_json_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"binary.json is not valid JSON"):
         files.read_json(tmp_path / "binary.json")
+
+
+def test_lines_of_json_come_with_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"a": 1}\n\n[2]\n')
+    assert list(files.read_jsonl(path, "rows")) == [(f"{path} line 1", {"a": 1}), (f"{path} line 3", [2])]
+    path.write_text('{"a": 1}\n{"a": \n')
+    with pytest.raises(UserError, match=r"x\.jsonl line 2: not valid JSON"):
+        list(files.read_jsonl(path, "rows"))
+    with pytest.raises(UserError, match=r"cannot read the rows .*gone: no such file"):
+        list(files.read_jsonl(tmp_path / "gone", "rows"))
+    path.write_bytes(b"\xff")
+    with pytest.raises(UserError, match=r"the rows .*x\.jsonl are not UTF-8 text"):
+        list(files.read_jsonl(path, "rows"))
+
+
+def test_a_folder_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    for name in ("one", "two"):
+        with files.replacing(folder) as scratch:
+            scratch.mkdir()
+            (scratch / name).write_text(name)
+    assert [path.name for path in folder.iterdir()] == ["two"]
+    with pytest.raises(ZeroDivisionError), files.replacing(folder) as scratch:
+        scratch.mkdir()
+        1 / 0  # noqa: B018
+    assert [path.name for path in folder.iterdir()] == ["two"]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"], "nothing is left beside it"
+
+
+def test_a_run_is_resumed_with_the_same_settings_only(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "settings.json"
+    settings = {"seed": 0, "optim": {"lr": 0.1, "betas": (0.9, 0.95)}, "out": "x"}
+    files.claim(path, settings, remedy="")
+    files.claim(path, settings | {"out": "y"}, free=["out"], remedy="")
+    with pytest.raises(UserError, match=r"run was begun with optim\.lr = 0\.1, now 0\.2: choose another folder"):
+        files.claim(path, settings | {"optim": {"lr": 0.2, "betas": (0.9, 0.95)}}, remedy="choose another folder")
+    files.claim(path, settings | {"optim": {"lr": 0.3, "betas": (0.9, 0.95)}}, free=["out", "optim."], remedy="")
+    assert files.difference({"a": 1}, {"a": 1, "b": {"c": 2}}) == ("b.c", None, 2)
+
+
+def test_a_folder_is_locked_for_one_process(tmp_path: Path) -> None:
+    with files.locked(tmp_path, "out"):
+        code = f"from pathlib import Path; from spechead import files\nwith files.locked(Path({str(tmp_path)!r}), 'out'): pass"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert done.returncode == 1 and "option out: another process writes to" in done.stderr
+    with files.locked(tmp_path, "out"):
+        pass
 
 
 @pytest.mark.parametrize("name", ["recipes/eagle3-smollm2.yaml", "eval/prompts/held_out.jsonl", "data/sample.jsonl"])

@@ -112,8 +112,9 @@ def test_interval_of_equal_prompts_is_the_value_itself() -> None:
 def test_interval_covers_the_pooled_value_and_repeats_exactly() -> None:
     random = np.random.default_rng(3)
     tokens, passes = random.integers(80, 120, 40), np.full(40, 50)
-    low, high = metrics.interval([tokens, passes], lambda t, p: t / p)
-    assert (low, high) == metrics.interval([tokens, passes], lambda t, p: t / p)
+    bounds = metrics.interval([tokens.tolist(), passes.tolist()], lambda t, p: t / p)
+    assert bounds is not None and bounds == metrics.interval([tokens.tolist(), passes.tolist()], lambda t, p: t / p)
+    low, high = bounds
     assert low < tokens.sum() / passes.sum() < high
     error = tokens.std() / 50 / math.sqrt(40)
     assert high - low == pytest.approx(2 * 1.96 * error, rel=0.1)

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 
 from spechead.errors import UserError
-from spechead.options import convert, parse
+from spechead.options import Options, Range, check_ranges, convert, parse
 
 
 @dataclass
@@ -156,3 +156,31 @@ def test_convert_gives_the_types_of_the_fields() -> None:
         convert(Inner, {"lrr": 1}, "head.")
     with pytest.raises(UserError, match="option head.lr: expected float, got fast"):
         convert(Inner, {"lr": "fast"}, "head.")
+
+
+@dataclass
+class Limited(Options):
+    share: Annotated[float, Range(0, below=1)] = 0.0
+    sizes: Annotated[list[int], Range(1)] = field(default_factory=lambda: [1])
+    rate: Annotated[float, Range(above=0, most=2)] = 1.0
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"share": 1.0}, "option share: must be at least 0 and below 1, got 1.0"),
+        ({"share": float("nan")}, "option share: must be at least 0 and below 1, got nan"),
+        ({"sizes": [1, 0]}, r"option sizes: must be at least 1, got \[1, 0\]"),
+        ({"rate": 0.0}, "option rate: must be above 0 and at most 2, got 0.0"),
+    ],
+)
+def test_values_outside_their_range_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Limited(**values)
+    with pytest.raises(UserError, match=message):
+        parse(Limited, [f"--{name}={value}" for name, value in values.items()], "prog")
+
+
+def test_values_at_the_edge_of_their_range_are_allowed() -> None:
+    assert Limited(share=0.0, sizes=[1, 2], rate=2.0).rate == 2.0
+    check_ranges(Outer())

@@ -334,13 +334,6 @@ def test_the_script_writes_and_prints_every_number(
     assert all(name in text for name in found["decoders"])
 
 
-def test_a_target_of_few_positions_is_measured_as_far_as_it_goes() -> None:
-    target = make_target()
-    target.max_positions = 30
-    past, v = bench.passes_by_size(target, [question(range(5, 25), 6)], [run(1.0, LONG, 4)])
-    assert list(v) == ["1", "2", "3", "4", "6", "8", "12", "16", "24"] and past == 6
-
-
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

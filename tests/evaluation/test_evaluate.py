@@ -410,11 +410,6 @@ def test_greedy_text_is_compared_under_every_lossless_rule(prompts: Path, use: U
     assert report["suites"]["few"]["lossless"] == {"checked": 2, "equal": 2, "divergences": []}
 
 
-def test_verify_costs_give_one_ratio_for_each_size(target: Target) -> None:
-    costs = measure.verify_costs(target, [4, 9, 4], past=20, repeats=2)
-    assert len(costs) == 3 and min(costs) > 0 and costs[0] == costs[2]
-
-
 @pytest.mark.parametrize("kind", list(HEADS))
 def test_the_command_measures_every_kind_of_head_end_to_end(
     kind: str, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,86 @@
+"""Prompts encoded, modes of drafting, timed outputs and the costs of a pass, on a tiny target."""
+
+from __future__ import annotations
+
+import pytest
+
+from spechead.data.prompts import Prompt
+from spechead.decoding.generate import Stats, generate
+from spechead.decoding.tree import Plan, chain, parse_tree
+from spechead.errors import UserError
+from spechead.evaluation import measure
+from spechead.evaluation.aggregate import Decoded, Reference
+from spechead.evaluation.measure import MeasureOptions, Mode, Question
+from spechead.target.model import Target
+from tests.helpers.drafters import Scripted
+from tests.helpers.targets import make_target
+
+PROMPTS = [Prompt(1, "a", "one and two"), Prompt(2, "b", "three?")]
+
+
+def question(ids: list[int], max_new_tokens: int) -> Question:
+    return Question(PROMPTS[0], ids, max_new_tokens)
+
+
+def test_prompts_are_encoded_with_seeds_and_the_room_that_is_left(target: Target) -> None:
+    options = MeasureOptions(target="tiny", max_new_tokens=10_000)
+    first, second = measure.encode_prompts(PROMPTS, target, options, seed=7)
+    assert (first.seed, second.seed) == (7, 8)
+    assert [q.max_new_tokens for q in (first, second)] == [target.max_positions - len(q.ids) for q in (first, second)]
+    assert first.shortened().max_new_tokens == measure.WARM_UP_TOKENS and first.shortened().ids == first.ids
+
+
+def test_a_prompt_without_room_is_named() -> None:
+    target = make_target()
+    target.max_positions = 10
+    with pytest.raises(
+        UserError, match=r"option prompts: prompt 1 has \d+ tokens, too many for the 10 positions of tiny"
+    ):
+        measure.encode_prompts(PROMPTS, target, MeasureOptions(target="tiny"))
+
+
+def test_a_mode_is_named_by_its_tree_where_that_is_not_the_drafters_own() -> None:
+    drafter = Scripted([], 0, chain(3))
+
+    def name(plan: Plan, *, requested: bool, head: bool) -> str:
+        return Mode("lookup", drafter, plan, requested, head).name
+
+    assert name(chain(3), requested=False, head=False) == "lookup"
+    assert name(chain(3), requested=False, head=True) == name(chain(3), requested=True, head=False) == "lookup chain:3"
+
+
+def test_drafters_take_the_trees_that_they_can_draft(target: Target) -> None:
+    options = MeasureOptions(target="tiny", drafter=["prompt_lookup", "self:0-3"], tree=["static:[[0],[1]]", "chain:2"])
+    assert options.plans == [parse_tree(tree) for tree in options.tree]
+    names = [mode.name for mode in measure.make_modes(options, target)]
+    assert names == ["prompt_lookup chain:2", "self:0-3 static:[[0],[1]]", "self:0-3 chain:2"]
+    own = MeasureOptions(target="tiny", drafter=["prompt_lookup"], tree=["static:[[0],[1]]"])
+    assert [mode.name for mode in measure.make_modes(own, target)] == ["prompt_lookup"]
+
+
+def test_outputs_carry_tokens_seconds_and_commits(target: Target) -> None:
+    ids = list(range(5, 14))
+    plain = generate(target, ids, max_new_tokens=8).tokens
+    output = measure.decode(target, question(ids, 8))
+    assert output.tokens == plain and output.seconds > 0 and output.stats.passes == 7
+    assert [token for tokens, _ in output.commits for token in tokens] == plain
+    reference = measure.decode_by_generate(target, question(ids, 8))
+    assert reference.tokens == plain and reference.comparable and reference.seconds > 0
+
+
+def test_verify_costs_give_one_ratio_for_each_size(target: Target) -> None:
+    costs = measure.verify_costs(target, [4, 9, 4], past=20, repeats=2)
+    assert len(costs) == 3 and min(costs) > 0 and costs[0] == costs[2]
+
+
+def test_a_target_of_few_positions_is_measured_as_far_as_it_goes() -> None:
+    target = make_target()
+    target.max_positions = 30
+    outputs = [Decoded([5, 6, 7, 8, 9], 1.0, Stats()), Reference([5, 6, 7, 8, 9], 1.0)]
+    past, v = measure.passes_by_size(target, [question(list(range(5, 25)), 6)] * 2, outputs)
+    assert list(v) == ["1", "2", "3", "4", "6", "8", "12", "16", "24"] and past == 6
+
+
+def test_the_machine_is_described() -> None:
+    machine = measure.describe_machine(make_target().device)
+    assert machine["threads"] >= 1 and machine["processor"] and "accelerator" not in machine
