@@ -113,7 +113,9 @@ def test_a_run_is_resumed_with_the_same_settings_only(tmp_path: Path) -> None:
 
 def test_a_folder_is_locked_for_one_process(tmp_path: Path) -> None:
     with files.locked(tmp_path, "out"):
-        code = f"from pathlib import Path; from spechead import files\nwith files.locked(Path({str(tmp_path)!r}), 'out'): pass"
+        code = (
+            f"import pathlib, spechead.files\nwith spechead.files.locked(pathlib.Path({str(tmp_path)!r}), 'out'): pass"
+        )
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
         assert done.returncode == 1 and "option out: another process writes to" in done.stderr
     with files.locked(tmp_path, "out"):

@@ -169,7 +169,6 @@ class Limited(Options):
     ("values", "message"),
     [
         ({"share": 1.0}, "option share: must be at least 0 and below 1, got 1.0"),
-        ({"share": float("nan")}, "option share: must be at least 0 and below 1, got nan"),
         ({"sizes": [1, 0]}, r"option sizes: must be at least 1, got \[1, 0\]"),
         ({"rate": 0.0}, "option rate: must be above 0 and at most 2, got 0.0"),
     ],
@@ -179,6 +178,11 @@ def test_values_outside_their_range_are_named(values: dict[str, Any], message: s
         Limited(**values)
     with pytest.raises(UserError, match=message):
         parse(Limited, [f"--{name}={value}" for name, value in values.items()], "prog")
+
+
+def test_a_value_that_is_no_number_is_in_no_range() -> None:
+    with pytest.raises(UserError, match="option share: must be at least 0 and below 1, got nan"):
+        Limited(share=float("nan"))
 
 
 def test_values_at_the_edge_of_their_range_are_allowed() -> None:

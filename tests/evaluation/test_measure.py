@@ -76,7 +76,7 @@ def test_verify_costs_give_one_ratio_for_each_size(target: Target) -> None:
 def test_a_target_of_few_positions_is_measured_as_far_as_it_goes() -> None:
     target = make_target()
     target.max_positions = 30
-    outputs = [Decoded([5, 6, 7, 8, 9], 1.0, Stats()), Reference([5, 6, 7, 8, 9], 1.0)]
+    outputs: list[Decoded | Reference] = [Decoded([5, 6, 7, 8, 9], 1.0, Stats()), Reference([5, 6, 7, 8, 9], 1.0)]
     past, v = measure.passes_by_size(target, [question(list(range(5, 25)), 6)] * 2, outputs)
     assert list(v) == ["1", "2", "3", "4", "6", "8", "12", "16", "24"] and past == 6
 
