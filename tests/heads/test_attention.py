@@ -10,13 +10,7 @@ from spechead.heads import attention
 from spechead.heads.attention import CachedAttention, UnrolledAttention, causal_after
 from spechead.target.cache import KVBuffer
 from spechead.target.model import Target
-from tests.helpers.heads import (
-    UNROLLED,
-    kept_for_backward,
-    make_head,
-    sample,
-    step,
-)
+from tests.helpers.heads import UNROLLED, kept_for_backward, make_head, sample, step
 
 
 @pytest.mark.parametrize("kind", UNROLLED)

@@ -18,15 +18,7 @@ from spechead.heads.base import Role, ahead, options_with
 from spechead.options import Range, check_ranges
 from spechead.target.cache import KVBuffer
 from spechead.target.model import Target
-from tests.helpers.heads import (
-    PLANS,
-    VARIANTS,
-    fit,
-    make_head,
-    one_row,
-    sample,
-    step,
-)
+from tests.helpers.heads import PLANS, VARIANTS, fit, make_head, one_row, sample, step
 from tests.helpers.targets import FAMILIES, make_target
 
 

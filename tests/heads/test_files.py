@@ -17,13 +17,7 @@ from spechead.errors import UserError
 from spechead.heads import HEADS, Head
 from spechead.heads.files import load_head, read_info, save_head, save_tree
 from spechead.target.model import Target
-from tests.helpers.heads import (
-    PLANS,
-    VARIANTS,
-    make_head,
-    sample,
-    step,
-)
+from tests.helpers.heads import PLANS, VARIANTS, make_head, sample, step
 from tests.helpers.targets import make_target
 
 

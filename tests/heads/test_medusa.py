@@ -6,10 +6,7 @@ import torch
 
 from spechead.heads.medusa import Medusa
 from spechead.target.model import Target
-from tests.helpers.heads import (
-    make_head,
-    sample,
-)
+from tests.helpers.heads import make_head, sample
 
 
 def test_medusa_blocks_share_nothing(target: Target) -> None:
