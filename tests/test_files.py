@@ -116,7 +116,7 @@ def test_a_folder_is_locked_for_one_process(tmp_path: Path) -> None:
         code = (
             f"import pathlib, spechead.files\nwith spechead.files.locked(pathlib.Path({str(tmp_path)!r}), 'out'): pass"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=False)
         assert done.returncode == 1 and "option out: another process writes to" in done.stderr
     with files.locked(tmp_path, "out"):
         pass
