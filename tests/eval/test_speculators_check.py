@@ -1,4 +1,4 @@
-"""The check against the speculators package, for which a stand-in answers from the files and rows that it is handed."""
+"""The check against the speculators package, with a stand-in that computes drafts from the same files and rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spechead.target.model import Target
 from tests.helpers.exporting import make_head
 from tests.helpers.training import write_tiny
 
-SAID = {"version": "0.9.0", "tensors": 15, "missing": [], "unexpected": []}
+RESULT = {"version": "0.9.0", "tensors": 15, "missing": [], "unexpected": []}
 
 
 @pytest.fixture(scope="module")
@@ -34,21 +34,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @torch.no_grad()
 def answer(options: Any, folder: str) -> dict[str, Any]:
-    """As the package's side does it: draft behind the last row that has states, from what was written alone."""
+    """As the package does it: draft after the last row that has states, from the written files alone."""
     target, work = Target.load(folder, device="cpu", pack=False), Path(options.work)
-    served, rows = load(work / "export", target), load_file(work / "inputs.safetensors")
-    c, w, found = served.config, served.tensors, {"ids": torch.arange(40) + served.tensors["d2t"]}
+    foreign, rows = load(work / "export", target), load_file(work / "inputs.safetensors")
+    c, w, found = foreign.config, foreign.tensors, {"ids": torch.arange(40) + foreign.tensors["d2t"]}
     for i, length in enumerate(check.LENGTHS):
         last, ids = length - 2, rows[f"{i}.input_ids"][0]
-        embedded = stored_embedding(target)[ids]
+        embeddings = stored_embedding(target)[ids]
         states = reference_forward._fused(rows[f"{i}.hidden_states"][0, : last + 1].chunk(3, -1), c, w)
         found[str(i)] = torch.zeros(check.DRAFTS, len(ids), 40)
         for k in range(check.DRAFTS):
-            out = reference_forward._eagle3_layers(c, w, embedded[: last + 1 + k], states, target)[-1:]
+            out = reference_forward._eagle3_layers(c, w, embeddings[: last + 1 + k], states, target)[-1:]
             states = torch.cat([states, out])
             found[str(i)][k, last] = F.linear(reference_forward._norm(out, w["norm.weight"], c), w["lm_head.weight"])
     save_file(found, work / "outputs.safetensors")
-    return SAID
+    return RESULT
 
 
 def lacking(options: Any, folder: str) -> dict[str, Any]:
@@ -61,18 +61,18 @@ def drafting_otherwise(options: Any, folder: str) -> dict[str, Any]:
     found = load_file(path)
     found["2"][1, check.LENGTHS[2] - 2, 7] += 1
     save_file(found, path)
-    return SAID
+    return RESULT
 
 
 def in_other_tokens(options: Any, folder: str) -> dict[str, Any]:
     answer(options, folder)
     path = Path(options.work) / "outputs.safetensors"
     save_file(load_file(path) | {"ids": torch.arange(40)}, path)
-    return SAID
+    return RESULT
 
 
 @pytest.mark.parametrize(
-    ("theirs", "told"),
+    ("package", "message"),
     [
         (answer, "passed"),
         (lacking, "FAILED: missing fc.weight; unexpected fc.bias"),
@@ -80,26 +80,26 @@ def in_other_tokens(options: Any, folder: str) -> dict[str, Any]:
         (in_other_tokens, "FAILED: draft 1 differs by "),
     ],
 )
-def test_what_differs_is_told(
-    theirs: Callable[[Any, str], dict[str, Any]],
-    told: str,
+def test_differences_are_named(
+    package: Callable[[Any, str], dict[str, Any]],
+    message: str,
     run: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(check, "ask", theirs)
+    monkeypatch.setattr(check, "run_package", package)
     words = ["--speculators", sys.executable, "--head", str(run / "head"), "--work", str(tmp_path)]
-    assert check.main(words) == (0 if told == "passed" else 1)
-    assert capsys.readouterr().out.splitlines()[-1].startswith(told)
+    assert check.main(words) == (0 if message == "passed" else 1)
+    assert capsys.readouterr().out.splitlines()[-1].startswith(message)
 
 
-def test_the_package_is_asked_in_its_own_environment(tmp_path: Path) -> None:
-    options = check.CheckOptions(speculators=sys.executable, head="none", work=str(tmp_path))
-    assert "No module named 'speculators'" in check.ask(options, "target")["failed"]
+def test_the_package_runs_in_its_own_environment(tmp_path: Path) -> None:
+    options = check.ParityOptions(speculators=sys.executable, head="none", work=str(tmp_path))
+    assert "No module named 'speculators'" in check.run_package(options, "target")["failed"]
     program = tmp_path / "python"
-    program.write_text(f"#!/bin/sh\necho a warning\necho '{json.dumps(SAID)}'\n")
+    program.write_text(f"#!/bin/sh\necho a warning\necho '{json.dumps(RESULT)}'\n")
     program.chmod(0o755)
     options.speculators = str(program)
-    assert check.ask(options, "target") == SAID
+    assert check.run_package(options, "target") == RESULT
     assert "a warning" in (tmp_path / "speculators.log").read_text()
