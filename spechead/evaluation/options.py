@@ -1,7 +1,7 @@
 """The options of every command that decodes: which models, how they are loaded, and how they decode."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +30,10 @@ class ModelOptions(TargetOptions):
     adapter: str = ""
     """Folder or hub id of a peft adapter to merge into the target. Empty: without --target, the adapter that the head
     was trained with."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Keywords for the chat template, such as {enable_thinking: false}. Empty: those of the head's training."""
+    trust_remote_code: bool = False
+    """Run Python code shipped with the files of the target or of a draft model."""
     head: str = ""
     """Folder of a trained head."""
     max_new_tokens: Annotated[int, Range(1)] = 256
