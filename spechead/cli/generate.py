@@ -113,9 +113,7 @@ class Display:
     def __enter__(self) -> "Display":
         if self.console.is_terminal:
             depths = [(f" {depth}", colour) for depth, colour in enumerate(COLOURS, start=1)]
-            legend = Text.assemble(
-                "accepted drafts by depth:", *depths, " and deeper; the rest is the target's own"
-            )
+            legend = Text.assemble("accepted drafts by depth:", *depths, " and deeper; the rest is the target's own")
             self.notes.print(legend, soft_wrap=True)
         return self
 
