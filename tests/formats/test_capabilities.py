@@ -21,7 +21,7 @@ def test_an_option_that_the_format_does_not_know_is_refused(form: str, tmp_path:
     head = make_head(name, target)
 
     @dataclass
-    class Newer(type(head).Config):  # type: ignore[name-defined,misc]
+    class Newer(type(head).Config):  # type: ignore[misc]
         depth_bias: float = 0.0
 
     head.config = Newer(**vars(head.config))

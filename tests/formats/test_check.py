@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,41 +84,51 @@ def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Non
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
+def set_key(key: str, value: Any) -> Change:
+    return lambda at: edit(at / "config.json", lambda c: c.update({key: value}))
+
+
+def drop_key(key: str) -> Change:
+    return lambda at: edit(at / "config.json", lambda c: c.pop(key))
+
+
+def drop_tensor(file: str, name: str) -> Change:
+    return lambda at: rewrite(at / file, lambda t: t.pop(name))
+
+
+def set_tensor(file: str, name: str, value: torch.Tensor) -> Change:
+    return lambda at: rewrite(at / file, lambda t: t.update({name: value}))
+
+
+def swap_tensors(file: str, one: str, two: str) -> Change:
+    return lambda at: rewrite(at / file, lambda t: t.update({one: t[two].clone(), two: t[one].clone()}))
+
+
 def changes(folder: Path) -> Iterator[tuple[str, Change]]:
-    """What to look for in the answer, and what is done to a copy of the folder."""
+    """What a check must name, and what is done to a copy of the folder."""
     if (folder / "config.json").is_file():
         for key, value in json.loads((folder / "config.json").read_text()).items():
-            new = other(value)
-            yield key, lambda at, key=key, new=new: edit(at / "config.json", lambda c: c.update({key: new}))  # type: ignore[misc]
-            yield key, lambda at, key=key: edit(at / "config.json", lambda c: c.pop(key))  # type: ignore[misc]
+            yield key, set_key(key, other(value))
+            yield key, drop_key(key)
     for path in folder.glob("*.safetensors"):
-        tensors = load_file(path)
+        tensors, file = load_file(path), path.name
         for name, tensor in tensors.items():
-            yield name, lambda at, f=path.name, n=name: rewrite(at / f, lambda t: t.pop(n))  # type: ignore[misc]
+            yield name, drop_tensor(file, name)
             if bool((tensor != tensor.flip(0)).any()):
-                yield name, lambda at, f=path.name, n=name: rewrite(at / f, lambda t: t.update({n: t[n].flip(0)}))  # type: ignore[misc]
+                yield name, set_tensor(file, name, tensor.flip(0))
         for gate in [name for name in tensors if "gate_proj" in name]:
-            up = gate.replace("gate_proj", "up_proj")
-            yield (
-                gate,
-                lambda at, f=path.name, g=gate, u=up: rewrite(
-                    at / f, lambda t: t.update({g: t[u].clone(), u: t[g].clone()})
-                ),  # type: ignore[misc]
-            )
+            yield gate, swap_tensors(file, gate, gate.replace("gate_proj", "up_proj"))
         first = next(iter(tensors))
-        yield (
-            "extra.weight",
-            lambda at, f=path.name: rewrite(at / f, lambda t: t.update({"extra.weight": torch.ones(2)})),
-        )  # type: ignore[misc]
-        yield first, lambda at, f=path.name, n=first: rewrite(at / f, lambda t: t.update({n: t[n].double()}))  # type: ignore[misc]
+        yield "extra.weight", set_tensor(file, "extra.weight", torch.ones(2))
+        yield first, set_tensor(file, first, tensors[first].double())
     for path in folder.glob("*.gguf"):
         for name in read_gguf(path).tensors:
-            yield name, lambda at, f=path.name, n=name: scribble(at / f, n)  # type: ignore[misc]
+            yield name, partial(scribble, file=path.name, name=name)
 
 
-def scribble(path: Path, name: str) -> None:
+def scribble(folder: Path, file: str, name: str) -> None:
     """Another value in a tensor of a GGUF file."""
-    reader = gguf.GGUFReader(path, "r+")
+    reader = gguf.GGUFReader(folder / file, "r+")
     tensor = next(tensor for tensor in reader.tensors if tensor.name == name)
     tensor.data.flat[0] += 1
     reader.data.flush()

@@ -37,6 +37,7 @@ def test_attention_a_few_rows_at_a_time_changes_nothing(
     for again, others in chunked:
         assert again == pytest.approx(plain, rel=1e-6)
         for one, other in zip(gradients, others, strict=True):
+            assert one is not None and other is not None
             assert torch.allclose(one, other, rtol=1e-5, atol=1e-5 * float(one.abs().max()))
     assert max(kept[1:]) < kept[0] / 4  # what is left is the mask, and no longer one for each head and step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from spechead.heads.base import Role, ahead, options_with
 from spechead.options import Range, check_ranges
 from spechead.target.cache import KVBuffer
 from spechead.target.model import Target
-from tests.helpers.heads import PLANS, VARIANTS, fit, make_head, one_row, sample, step
+from tests.helpers.heads import PLANS, VARIANTS, draft_ids, fit, make_head, one_row, sample, step
 from tests.helpers.targets import FAMILIES, make_target
 
 
@@ -28,9 +28,9 @@ def test_a_loaded_vocabulary_is_the_one_that_computes(kind: str, target: Target)
     head, other = (make_head(kind, target, draft_vocab_size=8) for _ in range(2))
     ids = torch.tensor([3, 5, 8, 13, 21, 34, 55, 89])
     other.set_vocabulary(ids)
-    assert head.draft_ids().tolist() != ids.tolist() and not head.to_draft(ids)[1].all()
+    assert draft_ids(head).tolist() != ids.tolist() and not head.to_draft(ids)[1].all()
     head.load_state_dict(other.state_dict())
-    assert head.draft_ids().tolist() == ids.tolist()
+    assert draft_ids(head).tolist() == ids.tolist()
     assert head.to_draft(ids)[0].tolist() == list(range(8)) and head.to_draft(ids)[1].all()
 
 
@@ -151,7 +151,7 @@ def test_variants_are_lossless(variant: str, make_variant: Callable[[str], Head]
 @pytest.mark.parametrize("kind", HEADS)
 def test_overfit_decodes_at_its_full_depth(kind: str, target: Target) -> None:
     # a random target's own distribution is nearly flat, and its likeliest tokens lie close together
-    peaked = {"eagle": {"topk_weight": 0.0}, "eagle3": {"loss": "hard_ce"}}
+    peaked: dict[str, dict[str, Any]] = {"eagle": {"topk_weight": 0.0}, "eagle3": {"loss": "hard_ce"}}
     head = make_head(kind, target, draft_vocab_size=0, **peaked.get(kind, {}))
     text = sample(target, 24)
     fit(head, collate([text], 64), 300)

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from spechead.errors import UserError
 from spechead.heads.decoder_shape import DecoderShape
-from spechead.heads.layers import Rotary
+from spechead.heads.layers import Attention, Rotary
 from spechead.target import rotary
 from spechead.target.model import Target
 from tests.helpers import targets
@@ -40,6 +40,11 @@ SCALINGS: dict[str, dict[str, Any]] = {
 POSITIONS = torch.tensor([[0, 1, 7, 63, 200]])
 
 
+def llama(target: Target) -> transformers.LlamaConfig:
+    assert isinstance(target.config, transformers.LlamaConfig)
+    return target.config
+
+
 def scaled(name: str, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Target:
     rope = {"rope_type": name, "rope_theta": 500.0, **SCALINGS[name]}
     monkeypatch.setitem(
@@ -55,7 +60,7 @@ def test_positions_are_scaled_as_the_targets(name: str, monkeypatch: pytest.Monk
     shape.fill(target)
     assert shape.rope_theta == 500.0 and shape.rope_scaling["rope_type"] == target.config.rope_parameters["rope_type"]
     cos, sin = shape.attention(target, 32).rotation(POSITIONS)  # [1, 1, T, 4]
-    theirs = LlamaRotaryEmbedding(target.config)(torch.zeros(1), POSITIONS)  # halves twice: [1, T, 8]
+    theirs = LlamaRotaryEmbedding(llama(target))(torch.zeros(1), POSITIONS)  # halves twice: [1, T, 8]
     assert torch.allclose(cos[0], theirs[0][..., :4], atol=1e-6)
     assert torch.allclose(sin[0], theirs[1][..., :4], atol=1e-6)
     plain = Rotary.plain(8, 500.0)(POSITIONS)
@@ -69,7 +74,7 @@ def test_a_target_without_scaling_gives_none() -> None:
         assert shape.rope_scaling == {} and shape.rope_theta > 0
     target = make_target()
     cos, sin = shape.attention(target, 32).rotation(POSITIONS)
-    theirs = LlamaRotaryEmbedding(target.config)(torch.zeros(1), POSITIONS)
+    theirs = LlamaRotaryEmbedding(llama(target))(torch.zeros(1), POSITIONS)
     assert torch.allclose(cos[0], theirs[0][..., :4], atol=1e-6)
     assert torch.allclose(sin[0], theirs[1][..., :4], atol=1e-6)
 
@@ -80,7 +85,7 @@ def test_scaling_follows_the_heads_own_size(monkeypatch: pytest.MonkeyPatch) -> 
     shape.fill(target)
     ours, _ = rotary.rotary_frequencies(target.config, 16, 500.0, shape.rope_scaling)
     bigger = scaled("llama3", monkeypatch, head_dim=16)
-    assert torch.allclose(ours, LlamaRotaryEmbedding(bigger.config).inv_freq)
+    assert torch.allclose(ours, LlamaRotaryEmbedding(llama(bigger)).inv_freq)
 
 
 def test_a_base_of_its_own_means_no_scaling_but_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +123,10 @@ def test_a_target_that_rotates_a_part_lends_no_factors_of_dimensions(monkeypatch
 
 def test_frequencies_stay_float32_in_a_head_that_is_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     head = make_head("eagle", scaled("yarn", monkeypatch))
-    before = head.layers[0].self_attn.rotation(POSITIONS)
-    after = head.to(torch.bfloat16).layers[0].self_attn.rotation(POSITIONS)
+    attention = head.get_submodule("layers.0.self_attn")
+    assert isinstance(attention, Attention)
+    before = attention.rotation(POSITIONS)
+    head.to(torch.bfloat16)
+    after = attention.rotation(POSITIONS)
     assert all(torch.equal(one, two) and two.dtype == torch.float32 for one, two in zip(before, after, strict=True))
     assert not any("freq" in name for name in head.state_dict())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spechead.data.dataset import Batch, collate
 from spechead.heads import HEADS, draft_loss, losses
+from spechead.heads.eagle3 import Eagle3
 from spechead.heads.losses import LOSSES
 from spechead.target.model import Target
 from tests.helpers.heads import kept_for_backward, make_head, sample, step
@@ -57,16 +58,26 @@ def test_chunks_change_nothing(
 def test_logits_are_made_for_some_rows_at_a_time(batch: Batch, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """No chunk is larger than allowed, in forward and in backward, of the head and of the target."""
     head = make_head("eagle3", target, draft_vocab_size=0)
-    asked: list[int] = []
+    assert isinstance(head, Eagle3)
+    rows: list[int] = []
     real, teach = head._logits, target.logits
-    monkeypatch.setattr(head, "_logits", lambda hidden: asked.append(hidden.shape[0]) or real(hidden))
-    monkeypatch.setattr(target, "logits", lambda hidden, ids=None: asked.append(hidden.shape[0]) or teach(hidden, ids))
+
+    def logits(hidden: Tensor) -> Tensor:
+        rows.append(hidden.shape[0])
+        return real(hidden)
+
+    def target_logits(hidden: Tensor, ids: Tensor | None = None) -> Tensor:
+        rows.append(hidden.shape[0])
+        return teach(hidden, ids)
+
+    monkeypatch.setattr(head, "_logits", logits)
+    monkeypatch.setattr(target, "logits", target_logits)
     step(head, batch).loss.backward()
-    once, asked[:] = len(asked), []
+    once, rows[:] = len(rows), []
     assert once == 4 + 1  # four steps, and the target's logits once for all of them
     monkeypatch.setattr(draft_loss, "LOGITS_AT_ONCE", 5 * target.vocab_size + 3)
     step(head, batch).loss.backward()
-    assert max(asked) == 5 and len(asked) > 2 * 2 * 4 * 4
+    assert max(rows) == 5 and len(rows) > 2 * 2 * 4 * 4
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -94,6 +105,7 @@ def test_validation_in_chunks_needs_no_gradient(batch: Batch, target: Target, mo
 @pytest.mark.parametrize("loss", ["tv", "lk_alpha", "lk_lambda"])
 def test_a_reduced_head_is_judged_by_the_targets_whole_distribution(loss: str, target: Target) -> None:
     head = make_head("eagle3", target, steps=1, loss=loss)
+    assert isinstance(head, Eagle3)
     batch = collate([sample(target, 12)], 64)
     out = target.forward(batch.ids, taps=head.taps)
     found = float(head.training_step(batch, out).loss.detach())

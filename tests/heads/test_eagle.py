@@ -184,6 +184,7 @@ def test_detached_steps_keep_their_gradient_to_themselves(target: Target) -> Non
         head = make_head(target, noise=0.0, steps=3, detach_steps=detach)
         loss = step(head, batch).loss
         loss.backward()
+        assert head.fc.weight.grad is not None
         found[detach] = float(loss.detach()), head.fc.weight.grad
     assert found[True][0] == found[False][0]
     assert not torch.allclose(found[True][1], found[False][1])

@@ -17,6 +17,7 @@ from spechead.decoding.tree import chain
 from spechead.errors import UserError
 from spechead.heads.attention import UnrolledAttention
 from spechead.heads.eagle3 import Eagle3, Eagle3Config
+from spechead.heads.layers import RMSNorm
 from spechead.target.model import Target, TargetOutput
 from spechead.training.train import train
 from tests.helpers import targets
@@ -57,7 +58,8 @@ def advanced(head: Eagle3, batch: Batch, steps: int = 1) -> list[torch.Tensor]:
         return list(head.unroll(batch, head.start(seen(head, batch)), steps))
 
 
-def normed(x: torch.Tensor, norm: torch.nn.Module) -> torch.Tensor:
+def normed(x: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+    assert isinstance(norm, RMSNorm)
     return x / (x.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight
 
 

@@ -122,7 +122,7 @@ def test_damaged_heads_are_refused(kind: str, target: Target, tmp_path: Path) ->
         ({"target": {}}, "target has no name"),
         ({"target": {"name": "x"}}, "target has no fingerprint"),
         ({"tree": None}, "tree is None"),
-        ({"tree": "nope"}, "tree 'nope'"),
+        ({"tree": "nope"}, "tree: 'nope' is not a tree"),
         ({"config": []}, r"config is \[\]"),
         ({"config": {"layers": "x"}}, "option head.options.layers"),
         ({"config": {"steps": "a"}}, "option head.options.steps"),
@@ -143,7 +143,7 @@ def test_an_edited_configuration_is_one_line_that_names_the_file(
 
 def test_a_head_of_no_numbers_is_not_written(target: Target, tmp_path: Path) -> None:
     head = make_head("eagle3", target)
-    torch.nn.init.constant_(head.norm.weight, float("inf"))
+    torch.nn.init.constant_(head.get_parameter("norm.weight"), float("inf"))
     with pytest.raises(UserError, match="is not written: norm.weight has non-finite values"):
         save_head(head, tmp_path / "head", {})
     assert not (tmp_path / "head").exists()

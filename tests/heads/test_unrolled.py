@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,17 +13,18 @@ from spechead.data.dataset import Sample, collate
 from spechead.decoding.generate import Speculation, generate
 from spechead.decoding.tree import chain
 from spechead.heads import HEADS, Head
+from spechead.heads.unrolled import DraftState, UnrolledHead
 from spechead.target.model import Target
 from tests.helpers.heads import PLANS, UNROLLED, UNROLLED_VARIANTS, check_unrolled, make_head, sample
 from tests.helpers.targets import make_target
 
-CASES: list[tuple[str, dict[str, object]]] = [
+CASES: list[tuple[str, dict[str, Any]]] = [
     *((kind, {"steps": 4}) for kind in UNROLLED),
     ("eagle", {"steps": 3, "n_layers": 2, "detach_steps": True}),
 ]
 
 
-def loss_of(kind: str, options: dict[str, object], recompute: bool) -> tuple[Head, Tensor, int]:
+def loss_of(kind: str, options: dict[str, Any], recompute: bool) -> tuple[Head, Tensor, int]:
     """A head, its loss on two conversations, and the bytes that autograd keeps for backward.
 
     What starts a step that is computed twice is kept, too, and not counted: hidden states, keys and values.
@@ -54,7 +56,7 @@ def loss_of(kind: str, options: dict[str, object], recompute: bool) -> tuple[Hea
 @pytest.mark.parametrize(("kind", "options"), CASES)
 @pytest.mark.parametrize("rows_at_once", [1 << 24, 500])
 def test_steps_computed_twice_give_the_same_gradients_from_less_memory(
-    kind: str, options: dict[str, object], rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, options: dict[str, Any], rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("spechead.heads.attention._WEIGHTS_AT_ONCE", rows_at_once)
     plain, loss, kept = loss_of(kind, options, recompute=False)
@@ -63,7 +65,7 @@ def test_steps_computed_twice_give_the_same_gradients_from_less_memory(
     loss.backward()
     same.backward()
     for (name, a), b in zip(plain.named_parameters(), twice.parameters(), strict=True):
-        assert a.grad is not None and torch.equal(a.grad, b.grad), name
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad), name
     assert kept_twice < 0.8 * kept
 
 
@@ -79,17 +81,17 @@ def test_unrolled_steps_of_a_variant_equal_real_drafting(variant: str, make_vari
 
 
 @pytest.mark.parametrize("kind", UNROLLED)
-def test_draft_cache_is_rebuilt_from_true_features(kind: str, target: Target) -> None:
+def test_draft_cache_is_rebuilt_from_true_features(kind: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     head = make_head(kind, target)
     prompt = sample(target).ids[:8].tolist()
-    states = []
+    states: list[DraftState] = []
     real = head.new_state
 
-    def remember(ids: torch.Tensor) -> object:
+    def remember(ids: Tensor) -> DraftState:
         states.append(real(ids))
         return states[-1]
 
-    head.new_state = remember  # type: ignore[method-assign]
+    monkeypatch.setattr(head, "new_state", remember)
     text = generate(target, prompt, head, speculation=Speculation(PLANS[2]), max_new_tokens=20).tokens
     state = states[0]
     whole = torch.tensor(prompt + text)
@@ -97,7 +99,8 @@ def test_draft_cache_is_rebuilt_from_true_features(kind: str, target: Target) ->
     fresh = head.new_state(whole)
     count = state.committed
     head.propose(fresh, whole[1 : count + 1], out.rows(torch.arange(count)), chain(1))
-    assert len(state.rows) == len(fresh.rows) == head.n_layers
+    assert isinstance(head, UnrolledHead) and len(state.rows) == len(fresh.rows) == head.n_layers
     for kept, made in zip(state.rows, fresh.rows, strict=True):
-        assert torch.allclose(kept._keys[:, :, :count], made._keys[:, :, :count], atol=1e-5)
-        assert torch.allclose(kept._values[:, :, :count], made._values[:, :, :count], atol=1e-5)
+        for one, two in ((kept._keys, made._keys), (kept._values, made._values)):
+            assert one is not None and two is not None
+            assert torch.allclose(one[:, :, :count], two[:, :, :count], atol=1e-5)

@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 
 from spechead.data.dataset import Batch, Sample, collate
 from spechead.decoding.generate import generate
 from spechead.decoding.sampling import Sampler
-from spechead.decoding.tree import Dynamic, Static, chain
+from spechead.decoding.tree import Dynamic, Plan, Static, chain
 from spechead.heads import HEADS, Head
 from spechead.heads.base import StepLoss
 from spechead.heads.unrolled import UnrolledHead
 from spechead.target.model import Target
 from tests.helpers.targets import make_target
 
-OPTIONS: dict[str, dict[str, object]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "eagle": {"steps": 4, "draft_vocab_size": 48, "topk_weight": 1.0, "noise": 0.0},
     "eagle3": {"steps": 4, "draft_vocab_size": 48},
     "hydra": {"n_heads": 4, "n_layers": 2, "prefix": True, "draft_vocab_size": 48},
@@ -30,7 +31,7 @@ SCALED = "llama-scaled"  # a target whose rotary positions are scaled
 
 
 # Options that change what a head computes: (kind, family of the target, options)
-VARIANTS: dict[str, tuple[str, str, dict[str, object]]] = {
+VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "eagle3.1": ("eagle3", "llama", {"fc_norm": True, "norm_output": True, "loss": "lk_lambda"}),
     "two-layers": ("eagle3", "llama", {"n_layers": 2, "norm_before_residual": True, "loss": "kl"}),
     "norm-before-fc": ("eagle3", "llama", {"norm_before_fc": True, "norm_output": True, "n_layers": 3, "loss": "tv"}),
@@ -45,7 +46,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, object]]] = {
 TREE = Static(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 
 
-PLANS = [chain(4), TREE, Dynamic(nodes=14, depth=4, topk=4)]
+PLANS: list[Plan] = [chain(4), TREE, Dynamic(nodes=14, depth=4, topk=4)]
 
 
 UNROLLED_VARIANTS = [name for name in VARIANTS if issubclass(HEADS[VARIANTS[name][0]], UnrolledHead)]
@@ -54,7 +55,7 @@ UNROLLED_VARIANTS = [name for name in VARIANTS if issubclass(HEADS[VARIANTS[name
 UNROLLED = [kind for kind, head in HEADS.items() if issubclass(head, UnrolledHead)]
 
 
-def make_head(kind: str, target: Target, seed: int = 0, **options: object) -> Head:
+def make_head(kind: str, target: Target, seed: int = 0, **options: Any) -> Head:
     torch.manual_seed(seed)
     config = HEADS[kind].Config(**{"draft_vocab_size": 48} | OPTIONS.get(kind, {}) | options)
     head = HEADS[kind](config, target)
@@ -62,6 +63,13 @@ def make_head(kind: str, target: Target, seed: int = 0, **options: object) -> He
         head.set_vocabulary(torch.arange(head.draft_size) * 2)  # every other token, so that the map matters
     head.init_from_target()
     return head
+
+
+def draft_ids(head: Head) -> torch.Tensor:
+    """The target ids of a reduced vocabulary."""
+    ids = head.draft_ids()
+    assert ids is not None
+    return ids
 
 
 def sample(target: Target, length: int = 20, seed: int = 3) -> Sample:
@@ -132,10 +140,12 @@ def check_unrolled(head: Head, target: Target) -> None:
     for row in (0, 3, 9, 15):
         state = head.new_state(text.ids)
         fresh = text.ids[1 : row + 2]
-        drafted = []
+        drafted: list[torch.Tensor] = []
         original = head._log_probabilities
 
-        def spy(h: torch.Tensor, seen: list = drafted, real=original, row: int = row) -> torch.Tensor:
+        def spy(
+            h: torch.Tensor, seen: list[torch.Tensor] = drafted, real: Any = original, row: int = row
+        ) -> torch.Tensor:
             seen.append(real(h)[0])
             forced = torch.full((1, head.draft_size), -50.0)  # draft the text's own next token, as training feeds it
             label = int(head.to_draft(text.ids[row + 1 + len(seen)])[0])
@@ -144,7 +154,7 @@ def check_unrolled(head: Head, target: Target) -> None:
 
         ids = text.ids
         inside = [bool(head.to_draft(ids[row + 2 + s])[1]) for s in range(head.config.steps)]
-        head._log_probabilities = spy  # type: ignore[method-assign]
+        head._log_probabilities = spy  # type: ignore[method-assign, assignment]
         try:
             head.propose(state, fresh, out.rows(torch.arange(row + 1)), chain(head.config.steps))
         finally:
