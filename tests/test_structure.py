@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -58,15 +58,17 @@ EDGES = {
 }
 
 
-def imports(path: Path) -> Iterator[str]:
+@functools.cache
+def imports(path: Path) -> list[str]:
     """The dotted names that a file imports, wherever in it."""
+    names: list[str] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
-            yield str(node.module)
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+    return names
 
 
 def own(path: Path) -> set[str]:
