@@ -10,6 +10,7 @@ from spechead.decoding.generate import Speculation, generate
 from spechead.decoding.sampling import Sampler
 from spechead.decoding.sequence import ActiveSequence
 from spechead.decoding.tree import Dynamic, Static, chain
+from spechead.drafters.base import Drafter
 from spechead.errors import UserError
 from spechead.target.cache import KVCache
 from spechead.target.model import Target
@@ -48,7 +49,7 @@ def test_text_is_the_targets_own_in_every_family(family: str) -> None:
     plain = generate(target, prompt, max_new_tokens=30)
     assert plain.tokens == expected
     longer = expected + [5] * 8
-    drafters = {
+    drafters: dict[str, Drafter] = {
         "perfect chain": Scripted(longer, 4),
         "perfect tree": Scripted(longer, 3, TREE),
         "half right tree": Scripted(longer, 1, TREE),
@@ -145,7 +146,7 @@ def test_sampled_text_is_plain_decodings_with_the_same_seed(
 
 
 def test_the_last_position_is_reached_and_not_passed() -> None:
-    for family in ("llama", "gpt2"):  # gpt2 has no position behind the last one
+    for family in ("llama", "gpt2"):  # gpt2 has no position after the last one
         target = make_target(family)
         prompt = prompt_of(target, 240)
         plain = generate(target, prompt, max_new_tokens=100)
@@ -205,13 +206,6 @@ def test_every_second_of_a_pass_belongs_to_a_phase(target: Target, clock: Clock)
         "commit": 1_200_000.0,
         "other": 1_000_000.0,
     }
-
-
-def test_block_verification_wants_a_chain() -> None:
-    for tree in (TREE, Static(((0,), (1,))), Dynamic(8, 3, 2)):
-        with pytest.raises(UserError, match=f"use chain:{tree.depth} or the rule rejection"):
-            Speculation(tree, "block", 1.0)
-    assert Speculation(chain(4), "block", 1.0).rule == "block"
 
 
 def test_plans_are_asked_of_the_drafter(target: Target) -> None:

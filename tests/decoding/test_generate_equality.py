@@ -67,7 +67,7 @@ def teach(head: Head, prompt: list[int], text: list[int]) -> None:
 
 
 def end_inside(text: list[int]) -> int:
-    """A token that, where all drafts are right, is one of them and has others behind it in its pass.
+    """A token that, where all drafts are right, is one of them and has others after it in its pass.
 
     The passes bring the places 1-4 and 5-8, of which 4 and 8 are the bonus.
     """
@@ -106,7 +106,7 @@ def test_every_drafter_writes_the_targets_text(family: str) -> None:
             )
             assert texts(rows) == texts(plain[penalty][:count]), (name, penalty, str(plan), count)
             kept[name] += sum(sum(row.stats.accepted) for row in rows)
-            if name == "the same model" and penalty == 1.0:  # the end had more drafts behind it, and they were right
+            if name == "the same model" and penalty == 1.0:  # more drafts followed the end, and they were right
                 assert rows[0].stats.committed[-1] < rows[0].stats.accepted[-1]
     assert all(kept[name] for name in drafters if name != "prompt_lookup"), kept
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ RULES = [("rejection", TREE), ("block", chain(2))]
 class Guesser:
     """Draws chains from a fixed table: what follows each token, right in part."""
 
-    taps = ()
+    taps: Sequence[int] = ()
+    branches = True
     tree: Plan = chain(2)
 
     def __init__(self, logits: Tensor) -> None:  # [V, V]
@@ -42,7 +44,8 @@ class Guesser:
         self, state: None, fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Drawing | None = None
     ) -> Tree:
         assert drawing is not None and isinstance(plan, Static)
-        tokens, parents, numbers = [int(fresh[-1])], [-1], {(): 0}
+        tokens, parents = [int(fresh[-1])], [-1]
+        numbers: dict[tuple[int, ...], int] = {(): 0}
         drawn_from = torch.zeros(len(plan.choices) + 1, VOCAB)
         for path, siblings in itertools.groupby(plan.choices, key=lambda choice: choice[:-1]):
             group = list(siblings)
@@ -55,8 +58,8 @@ class Guesser:
         return Tree(torch.tensor(tokens), torch.tensor(parents), drawn_from)
 
 
-def behind_each_token(target: Target) -> Tensor:
-    """The target's logits behind every token when it stands alone: [V, V]."""
+def after_each_token(target: Target) -> Tensor:
+    """The target's logits after every token on its own: [V, V]."""
     return torch.stack([target.logits(target.forward(torch.tensor([[token]])).hidden[0, -1]) for token in range(VOCAB)])
 
 
@@ -90,17 +93,17 @@ def statistic(
     known = torch.zeros(VOCAB, VOCAB)
     for text in expected:
         known[[PROMPT[-1], *text[:-1]], list(text)] = 4.0  # so that drafts are often right
-    drafter, speculation = Guesser(behind_each_token(target) * 0.3 + known), Speculation(tree, rule, 0.9)
+    drafter, speculation = Guesser(after_each_token(target) * 0.3 + known), Speculation(tree, rule, 0.9)
     counts: dict[tuple[int, ...], int] = dict.fromkeys(expected, 0)
     accepted = 0
     for start in range(0, draws, batch):
         samplers = [Sampler(1.0, TOP_K, seed=start + i, repetition_penalty=penalty) for i in range(batch)]
-        texts = generate_batch(
+        rows = generate_batch(
             target, [PROMPT] * batch, drafter, speculation=speculation, max_new_tokens=LENGTH, samplers=samplers
         )
-        for text in texts:
-            counts[tuple(text.tokens)] += 1  # a text that the target cannot write is a KeyError
-            accepted += sum(text.stats.accepted)
+        for row in rows:
+            counts[tuple(row.tokens)] += 1  # a text of probability 0 is a KeyError
+            accepted += sum(row.stats.accepted)
     assert accepted > 0.2 * draws
     rare = [text for text, p in expected.items() if p * draws < 10]
     cells = [(counts[text], p * draws) for text, p in expected.items() if p * draws >= 10]
@@ -130,7 +133,7 @@ def guesser(target: Target, texts: list[list[int]]) -> Guesser:
     known = torch.zeros(VOCAB, VOCAB)
     for text in texts:
         known[text[:-1], text[1:]] = 6.0
-    return Guesser(behind_each_token(target) * 0.3 + known)
+    return Guesser(after_each_token(target) * 0.3 + known)
 
 
 @pytest.mark.parametrize(("rule", "tree"), RULES)

@@ -30,7 +30,7 @@ Path = tuple[int, ...]
 
 
 class Toy:
-    """A head whose distribution depends on the whole path; it checks what each row is told about its ancestors."""
+    """A head whose distribution depends on the whole path; it checks the ancestors that each row is given."""
 
     def __init__(self, seed: int = 0, size: int = 7, table: dict[Path, list[float]] | None = None) -> None:
         self.seed, self.size, self.table = seed, size, table
@@ -39,7 +39,7 @@ class Toy:
         self.calls = 0
 
     def logp(self, path: Path) -> Tensor:
-        """float64 [D] behind a path of draft ids."""
+        """float64 [D] after a path of draft ids."""
         if self.table is not None:
             return torch.tensor(self.table[path], dtype=torch.float64).log()
         generator = torch.Generator().manual_seed(hash((self.seed, *path)) % 2**62)
@@ -174,7 +174,7 @@ TABLE |= {(0, 1): [1 / 3] * 3, (1, 0): [0.2, 0.7, 0.1]}
 
 def test_a_floor_by_hand() -> None:
     toy = Toy(size=3, table=TABLE)
-    assert paths(toy.grow(chain(4, floor=0.31))) == [(), (0,), (0, 0)]  # 0.6, 0.30: it stays, and nothing behind it
+    assert paths(toy.grow(chain(4, floor=0.31))) == [(), (0,), (0, 0)]  # 0.6, 0.30: it is kept and not expanded
     assert toy.calls == 1
     assert paths(toy.grow(chain(4, floor=0.61))) == [(), (0,)] and toy.calls == 0
     plan = Static(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 0), (0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 0, 1)), 0.26)
@@ -287,8 +287,8 @@ def test_siblings_are_drawn_without_replacement() -> None:
     for drafts, weight in found.items():
         (a,), (b,), (_, c), (_, d), (_, e) = drafts
         assert drafts == ((a,), (b,), (a, c), (b, d), (b, e)) and a != b and d != e
-        behind = q(toy, (b,))
-        expected = first[a] * first[b] / (1 - first[a]) * q(toy, (a,))[c] * behind[d] * behind[e] / (1 - behind[d])
+        other = q(toy, (b,))
+        expected = first[a] * first[b] / (1 - first[a]) * q(toy, (a,))[c] * other[d] * other[e] / (1 - other[d])
         assert weight == pytest.approx(expected, abs=1e-9)
 
 
@@ -339,7 +339,7 @@ def test_a_peaked_distribution_still_yields_different_siblings() -> None:
 def test_a_sampled_draft_is_never_dropped_for_its_own_value() -> None:
     toy = Toy(size=3, table=TABLE | {(2,): [0.1, 0.2, 0.7]})
     drafts = law(toy, chain(2, floor=0.3))
-    assert drafts == pytest.approx(  # 0.6, 0.3 and 0.1: the last one stays, with nothing behind it
+    assert drafts == pytest.approx(  # 0.6, 0.3 and 0.1: the last one is kept and not expanded
         {((a,), (a, b)): TABLE[()][a] * TABLE[a,][b] for a in (0, 1) for b in range(3)} | {((2,),): 0.1}, abs=1e-9
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import (
@@ -63,7 +65,8 @@ def test_warpers_are_those_of_transformers(temperature: float, top_k: int, top_p
     if top_k:
         theirs.append(TopKLogitsWarper(top_k))
     theirs += [TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)]
-    expected = theirs(torch.zeros(40, 1, dtype=torch.long), logits.clone())
+    ids: Any = torch.zeros(40, 1, dtype=torch.long)
+    expected = theirs(ids, logits.clone())
     found = warp(logits, temperature, top_k, top_p, min_p)
     assert torch.equal(found.isfinite(), expected.isfinite())
     assert torch.allclose(found.softmax(-1), expected.softmax(-1), atol=1e-6)
@@ -86,18 +89,18 @@ def test_the_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
 
 
 def test_processors_see_each_node_with_its_own_prefix() -> None:
-    """text 8 9 | root 8, then the drafts 9 and 7 behind it, and 8 behind 9: no bigram may come again."""
+    """text 8 9 | root 8, then the drafts 9 and 7 after it, and 8 after 9: no bigram may come again."""
     tree = Tree(torch.tensor([8, 9, 7, 8]), torch.tensor([-1, 0, 0, 1]))
     logits = torch.zeros(4, 10)
     sampler = Sampler(processors=[NoRepeatNGramLogitsProcessor(2)])
     found = sampler.processed(logits, tree, torch.tensor([8, 9, 8]))
     banned = [row.isinf().nonzero()[:, 0].tolist() for row in found]
-    # behind ..8 no 9; behind ..8 9 no 8, as 9 8 stands in the text; 7 is new; behind ..8 9 8 no 9
+    # after ..8 no 9; after ..8 9 no 8, since 9 8 is in the text; 7 is new; after ..8 9 8 no 9
     assert banned == [[9], [8], [], [9]]
     assert not logits.any()  # the target's own logits are left as they were
 
 
-def test_processors_come_in_their_order_behind_the_penalty() -> None:
+def test_processors_come_in_their_order_after_the_penalty() -> None:
     text = torch.tensor([1, 2])
 
     def double(prefixes: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
@@ -162,6 +165,6 @@ def test_temperature_0_is_greedy_whatever_the_seed() -> None:
         {"repetition_penalty": 0.0},
     ],
 )
-def test_bad_settings_are_named(bad: dict[str, float]) -> None:
+def test_bad_settings_are_named(bad: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"option {next(iter(bad))}: must be"):
         Sampler(**bad)

@@ -21,8 +21,8 @@ from spechead.errors import UserError
 V = 5
 
 
-class Told:
-    """A `RandomSource` that does as it was told, and remembers what it was asked."""
+class Scripted:
+    """A `RandomSource` with scripted outcomes, which records its arguments."""
 
     def __init__(self, coins: list[bool]) -> None:
         self.coins, self.probabilities, self.weights = coins, list[float](), list[float]()
@@ -47,14 +47,14 @@ def tree(tokens: list[int], parents: list[int], q: Tensor | None = None) -> Tree
 # ------------------------------------------------------------------------------------------------ exact_match
 
 
-def test_own_draw_by_hand() -> None:
+def test_exact_match_by_hand() -> None:
     drafts = tree([9, 5, 6, 7, 8], [-1, 0, 0, 2, 3])
     assert exact_match(drafts, torch.tensor([6, 1, 7, 2, 3])) == Accepted([0, 2, 3], [6, 7, 2])
     assert exact_match(drafts, torch.tensor([4, 1, 7, 2, 3])) == Accepted([0], [4])
     assert exact_match(drafts, torch.tensor([6, 1, 7, 8, 3])) == Accepted([0, 2, 3, 4], [6, 7, 8, 3])
 
 
-def test_own_draw_takes_the_first_of_equal_siblings() -> None:
+def test_exact_match_takes_the_first_of_equal_siblings() -> None:
     assert exact_match(tree([9, 5, 5], [-1, 0, 0]), torch.tensor([5, 1, 2])) == Accepted([0, 1], [5, 1])
 
 
@@ -66,7 +66,7 @@ P = table([0.1, 0.6, 0.3], [0.2, 0.3, 0.5], [0.7, 0.2, 0.1], [0.1, 0.8, 0.1])
 
 
 def test_rejection_takes_the_first_sibling_that_passes() -> None:
-    random = Told([True])
+    random = Scripted([True])
     assert rejection(SIBLINGS, P, random) == Accepted([0, 1], [0, 2])
     assert random.probabilities == pytest.approx([0.1 / 0.6])
     assert random.weights == pytest.approx([0.2, 0.3, 0.5])
@@ -74,7 +74,7 @@ def test_rejection_takes_the_first_sibling_that_passes() -> None:
 
 def test_rejection_follows_the_rest_and_renormalises_siblings() -> None:
     drafts = tree([0, 0, 2, 1], [-1, 0, 0, 0], SIBLINGS.drawn_from)
-    random = Told([False, False, True])
+    random = Scripted([False, False, True])
     assert rejection(drafts, P, random) == Accepted([0, 3], [1, 1])
     # Without 0: p - q = (-, .4, .1) makes p (0, .8, .2), and q is (0, .5, .5). Without 2: (-, .3, -), (0, 1, 0).
     assert random.probabilities == pytest.approx([0.1 / 0.6, 0.2 / 0.5, 1.0])
@@ -82,7 +82,7 @@ def test_rejection_follows_the_rest_and_renormalises_siblings() -> None:
 
 def test_rejection_draws_the_bonus_from_the_rest() -> None:
     drafts = tree([0, 0], [-1, 0], SIBLINGS.drawn_from[:2])  # type: ignore[index]
-    random = Told([False])
+    random = Scripted([False])
     assert rejection(drafts, P[:2], random) == Accepted([0], [1])
     assert random.weights == pytest.approx([0.0, 0.8, 0.2])
 
@@ -90,7 +90,7 @@ def test_rejection_draws_the_bonus_from_the_rest() -> None:
 def test_rejection_goes_down_the_accepted_branch() -> None:
     q = table([0.5, 0.5, 0.0], NO_DRAW, [0.0, 0.5, 0.5], NO_DRAW)
     drafts = tree([0, 0, 1, 2], [-1, 0, 0, 2], q)
-    random = Told([False, True, True])
+    random = Scripted([False, True, True])
     assert rejection(drafts, P, random) == Accepted([0, 2, 3], [1, 2, 1])
     # Behind node 2, p(2) = .1 and q(2) = .5.
     assert random.probabilities == pytest.approx([0.2, 0.25, 0.2])
@@ -99,7 +99,7 @@ def test_rejection_goes_down_the_accepted_branch() -> None:
 
 def test_a_sibling_drafted_twice_is_passed_over() -> None:
     drafts = tree([0, 0, 0, 1], [-1, 0, 0, 0], SIBLINGS.drawn_from)
-    random = Told([False, True])
+    random = Scripted([False, True])
     assert rejection(drafts, P, random).path == [0, 3]
     assert random.probabilities == pytest.approx([0.1 / 0.6, 1.0])
 
@@ -107,7 +107,7 @@ def test_a_sibling_drafted_twice_is_passed_over() -> None:
 def test_a_rejection_that_leaves_no_rest_falls_back_to_p() -> None:
     """Where p = q only rounding can reject; there is no p - q to draw from then."""
     drafts = tree([0, 0], [-1, 0], torch.stack([P[0], torch.zeros(3, dtype=P.dtype)]))
-    random = Told([False])
+    random = Scripted([False])
     rejection(drafts, P[:2], random)
     assert random.probabilities == [1.0]
     assert random.weights == pytest.approx(P[0].tolist())
@@ -120,7 +120,7 @@ CHAIN = tree([0, 0, 1], [-1, 0, 1], table([0.6, 0.2, 0.2], [0.5, 0.3, 0.2], NO_D
 
 def test_block_by_hand() -> None:
     # r_1 = .1/.6 and r_1 p < q, so that s_1 = 0; r_2 = r_1 * .3/.3.
-    random = Told([True, False, True])
+    random = Scripted([True, False, True])
     assert block(CHAIN, P[:3], random) == Accepted([0, 1, 2], [0, 1, 0])
     assert random.probabilities == pytest.approx([1.0, 0.0, 1 / 6])
     assert random.weights == pytest.approx([0.7, 0.2, 0.1])
@@ -131,20 +131,20 @@ def test_block_keeps_a_later_draft_though_an_earlier_one_failed() -> None:
     p = table([0.2, 0.5, 0.3], [0.1, 0.8, 0.1], [0.3, 0.3, 0.4])
     drafts = tree([0, 0, 1], [-1, 0, 1], q)
     # r_1 = .2/.4 = .5, s_1 = .5 * .8 - .1 = .3; r_2 = min(1, .5 * .8/.1) = 1, s_2 = 1.
-    random = Told([True, False, True])
+    random = Scripted([True, False, True])
     assert block(drafts, p, random) == Accepted([0, 1, 2], [0, 1, 2])
     assert random.probabilities == pytest.approx([1.0, 0.3 / 0.8, 1.0])
-    random = Told([True, True, False])
+    random = Scripted([True, True, False])
     assert block(drafts, p, random) == Accepted([0, 1], [0, 1])
     assert random.weights == pytest.approx([0.0, 1.0, 0.0])
-    random = Told([True, False, False])
+    random = Scripted([True, False, False])
     assert block(drafts, p, random) == Accepted([0], [1])
     assert random.weights == pytest.approx([0.0, 1.0, 0.0])
 
 
 def test_block_of_a_draft_model_that_is_the_target() -> None:
     q = torch.cat([P[:2], torch.zeros(1, 3, dtype=P.dtype)])
-    random = Told([True])  # only the last is asked for
+    random = Scripted([True])  # only the last is asked for
     assert block(tree([0, 0, 1], [-1, 0, 1], q), P[:3], random) == Accepted([0, 1, 2], [0, 1, 0])
     assert random.probabilities == [1.0]
 
@@ -156,7 +156,7 @@ def test_typical_by_hand() -> None:
     # Uniform over four: entropy log 4, threshold min(.09, .3 / 4) = .075. Nearly certain: threshold .09.
     p = torch.tensor([[0.25, 0.25, 0.25, 0.25], [0.92, 0.0, 0.0, 0.08], [0.905, 0.0, 0.0, 0.095], [1.0, 0, 0, 0]])
     drafts = tree([0, 1, 2, 3, 3], [-1, 0, 0, 1, 2])
-    random = Told([])
+    random = Scripted([])
     assert typical(drafts, p[[0, 1, 2, 3, 3]], random) == Accepted([0, 2, 4], [2, 3, 0])
     assert typical(drafts, p[[0, 1, 2, 3, 3]], random, epsilon=0.07).path == [0, 2, 4]  # as deep, and likelier
     assert typical(drafts, p[[0, 1, 2, 3, 3]], random, epsilon=0.5, delta=1.0).path == [0]  # .25 does not exceed 1/4
@@ -166,7 +166,7 @@ def test_typical_by_hand() -> None:
 def test_typical_takes_the_likeliest_of_the_deepest_paths() -> None:
     p = table([0.2, 0.5, 0.3], [0.4, 0.3, 0.3], [0.4, 0.3, 0.3], [0.1, 0.1, 0.8])
     drafts = tree([0, 0, 2, 1], [-1, 0, 0, 0])
-    assert typical(drafts, p, Told([])) == Accepted([0, 3], [1, 2])
+    assert typical(drafts, p, Scripted([])) == Accepted([0, 3], [1, 2])
 
 
 # ------------------------------------------------------------------------------------------------ all
@@ -174,7 +174,7 @@ def test_typical_takes_the_likeliest_of_the_deepest_paths() -> None:
 
 @pytest.mark.parametrize("rule", [rejection, block, typical])
 def test_without_drafts_the_bonus_follows_p(rule: Callable[..., Accepted]) -> None:
-    random = Told([True])
+    random = Scripted([True])
     assert rule(Tree.root(torch.tensor([4])), P[:1], random) == Accepted([0], [1])
     assert random.weights == pytest.approx(P[0].tolist())
 

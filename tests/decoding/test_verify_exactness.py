@@ -1,7 +1,7 @@
-"""Which rules leave the target's distribution as it is, computed exactly.
+"""Which rules preserve the target's distribution, computed exactly.
 
-A toy target and a toy draft model have a random distribution behind each prefix of at most two tokens. A tree of depth
-two is grown and judged, and the target completes what is missing of three tokens. Every outcome of every coin and draw
+A toy target and a toy draft model have a random distribution after each prefix of at most two tokens. A tree of depth
+two is grown and verified, and the target completes the text to three tokens. Every outcome of every coin and draw
 is walked, with its probability, through the code that runs in production; the joint distribution of the three tokens
 must be the target's own.
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import pytest
@@ -28,7 +29,7 @@ from spechead.decoding.verify import Accepted, block, exact_match, rejection, ty
 V = 5
 T = TypeVar("T")
 Draft = Callable[[RandomSource], Tree]
-DraftLoss = Callable[[Tree, Tensor, RandomSource], Accepted]
+Verify = Callable[[Tree, Tensor, RandomSource], Accepted]
 
 SHAPES = {
     "1x1": chain(2),
@@ -109,7 +110,7 @@ def sampled(plan: Plan, logq: Tensor) -> Draft:
     return draft
 
 
-def judged_by_own_draw(tree: Tree, p: Tensor, random: RandomSource) -> Accepted:
+def matched(tree: Tree, p: Tensor, random: RandomSource) -> Accepted:
     """`exact_match` with one noise for all nodes of a depth, as `Sampler.draw` has it: a point in [0, 1) falls into one
     token's span at each of them."""
     edges = p.cumsum(-1)
@@ -123,8 +124,8 @@ def judged_by_own_draw(tree: Tree, p: Tensor, random: RandomSource) -> Accepted:
     return exact_match(tree, drawn)
 
 
-def behind(tree: Tree, p: Tensor) -> Tensor:
-    """The target's distribution behind each node, [N, V]."""
+def at_nodes(tree: Tree, p: Tensor) -> Tensor:
+    """The target's distribution after each node, [N, V]."""
     rows = [0]
     for token, parent in zip(tree.tokens.tolist()[1:], tree.parents.tolist()[1:], strict=True):
         rows.append(V * rows[parent] + 1 + token)
@@ -143,24 +144,24 @@ def completed(tokens: list[int], p: Tensor) -> Tensor:
     return p[row][:, None] * p[V * row + 1 : V * row + 1 + V]
 
 
-def error(draft: Draft, judge: DraftLoss, logp: Tensor) -> float:
+def error(draft: Draft, rule: Verify, logp: Tensor) -> float:
     """The largest difference between the target's joint distribution of three tokens and that of the decoded text."""
     p = logp.exp()
     written = torch.zeros(V, V, V, dtype=p.dtype)
     for weight, tree in Everything().walk(draft):
-        nodes = behind(tree, p)
-        for share, result in Everything().walk(lambda random, tree=tree, nodes=nodes: judge(tree, nodes, random)):
+        nodes = at_nodes(tree, p)
+        for share, result in Everything().walk(partial(rule, tree, nodes)):
             written[tuple(result.tokens)] += weight * share * completed(result.tokens, p)
     own = p[0][:, None, None] * p[1 : 1 + V][:, :, None] * p[1 + V :].view(V, V, V)
     return float((written - own).abs().max())
 
 
-def drafts_kept(draft: Draft, judge: DraftLoss, logp: Tensor) -> float:
+def drafts_accepted(draft: Draft, rule: Verify, logp: Tensor) -> float:
     """Expected number of accepted drafts."""
     p, kept = logp.exp(), 0.0
     for weight, tree in Everything().walk(draft):
-        nodes = behind(tree, p)
-        for share, result in Everything().walk(lambda random, tree=tree, nodes=nodes: judge(tree, nodes, random)):
+        nodes = at_nodes(tree, p)
+        for share, result in Everything().walk(partial(rule, tree, nodes)):
             kept += weight * share * (len(result.path) - 1)
     return kept
 
@@ -176,15 +177,15 @@ def test_everything_is_walked_once_with_its_probability() -> None:
 
 @pytest.mark.parametrize("warpers", WARPERS.values(), ids=WARPERS.keys())
 @pytest.mark.parametrize("plan", [*SHAPES.values(), Dynamic(nodes=5, depth=2, topk=3)], ids=[*SHAPES, "dynamic"])
-def test_own_draw_is_exact_on_ranked_drafts(plan: Plan, warpers: tuple) -> None:
-    assert error(ranked(plan, model(1, warpers[1])), judged_by_own_draw, model(0, warpers[0])) < EXACT
+def test_exact_match_is_exact_on_ranked_drafts(plan: Plan, warpers: tuple) -> None:
+    assert error(ranked(plan, model(1, warpers[1])), matched, model(0, warpers[0])) < EXACT
 
 
 @pytest.mark.parametrize("plan", SHAPES.values(), ids=SHAPES.keys())
-def test_own_draw_is_exact_on_sampled_drafts(plan: Plan) -> None:
+def test_exact_match_is_exact_on_sampled_drafts(plan: Plan) -> None:
     """This pairing of a rule with the other kind of drafts only keeps fewer of them: the draw never looks at them."""
     logp, logq = model(0), model(1, (1.0, 2, 1.0))
-    assert error(sampled(plan, logq), judged_by_own_draw, logp) < EXACT
+    assert error(sampled(plan, logq), matched, logp) < EXACT
 
 
 @pytest.mark.parametrize("warpers", WARPERS.values(), ids=WARPERS.keys())
@@ -198,57 +199,57 @@ def test_block_is_exact_on_sampled_chains(warpers: tuple) -> None:
     assert error(sampled(chain(2), model(1, warpers[1])), block, model(0, warpers[0])) < EXACT
 
 
-@pytest.mark.parametrize("judge,shape", [(rejection, "1x1"), (rejection, "2x1"), (rejection, "uneven"), (block, "1x1")])
-def test_drafts_from_the_whole_vocabulary_are_exact(judge: DraftLoss, shape: str) -> None:
-    assert error(sampled(SHAPES[shape], model(1)), judge, model(0)) < EXACT
+@pytest.mark.parametrize("rule,shape", [(rejection, "1x1"), (rejection, "2x1"), (rejection, "uneven"), (block, "1x1")])
+def test_drafts_from_the_whole_vocabulary_are_exact(rule: Verify, shape: str) -> None:
+    assert error(sampled(SHAPES[shape], model(1)), rule, model(0)) < EXACT
 
 
 def test_all_tokens_as_siblings_are_exact() -> None:
     plan = Static(tuple((rank,) for rank in range(V)))
     assert error(sampled(plan, model(1)), rejection, model(0)) < EXACT
-    assert drafts_kept(sampled(plan, model(1)), rejection, model(0)) == pytest.approx(1)
+    assert drafts_accepted(sampled(plan, model(1)), rejection, model(0)) == pytest.approx(1)
 
 
-@pytest.mark.parametrize("judge", [rejection, block])
-def test_a_draft_model_that_is_the_target_is_always_right(judge: DraftLoss) -> None:
+@pytest.mark.parametrize("rule", [rejection, block])
+def test_a_draft_model_that_is_the_target_is_always_right(rule: Verify) -> None:
     """But for the rounding of q to float32, through which the text still follows p."""
     draft = sampled(chain(2), model(0))
-    assert error(draft, judge, model(0)) < EXACT
-    assert drafts_kept(draft, judge, model(0)) == pytest.approx(2)
+    assert error(draft, rule, model(0)) < EXACT
+    assert drafts_accepted(draft, rule, model(0)) == pytest.approx(2)
 
 
-@pytest.mark.parametrize("judge", [rejection, block, typical])
-def test_a_greedy_target_gives_its_one_text(judge: DraftLoss) -> None:
+@pytest.mark.parametrize("rule", [rejection, block, typical])
+def test_a_greedy_target_gives_its_one_text(rule: Verify) -> None:
     greedy = torch.nn.functional.one_hot(model(0).argmax(-1), V).double().log()
-    assert error(sampled(SHAPES["1x1"], model(1)), judge, greedy) < EXACT
-    assert judge is block or error(sampled(SHAPES["2x1"], model(1)), judge, greedy) < EXACT
+    assert error(sampled(SHAPES["1x1"], model(1)), rule, greedy) < EXACT
+    assert rule is block or error(sampled(SHAPES["2x1"], model(1)), rule, greedy) < EXACT
 
 
-@pytest.mark.parametrize("judge,shape", [(rejection, "1x1"), (rejection, "2x1"), (block, "1x1")])
-def test_stopping_before_a_draw_is_exact(judge: DraftLoss, shape: str) -> None:
+@pytest.mark.parametrize("rule,shape", [(rejection, "1x1"), (rejection, "2x1"), (block, "1x1")])
+def test_stopping_before_a_draw_is_exact(rule: Verify, shape: str) -> None:
     """A floor looks at the drafts drawn so far, never at the one to come."""
     plan = replace(SHAPES[shape], floor=0.2)
     draft = sampled(plan, model(1))
     sizes = {len(tree) for _, tree in Everything().walk(draft)}
     assert len(sizes) > 1 and max(sizes) == 1 + plan.nodes  # some nodes are expanded, some are not
-    assert error(draft, judge, model(0)) < EXACT
+    assert error(draft, rule, model(0)) < EXACT
 
 
 def test_ranks_that_a_plan_skips_are_exact() -> None:
     assert error(sampled(Static(((1,), (4,), (1, 2))), model(1)), rejection, model(0)) < EXACT
 
 
-@pytest.mark.parametrize("judge", [rejection, block])
-def test_cutting_a_chain_to_the_room_left_is_exact(judge: DraftLoss) -> None:
+@pytest.mark.parametrize("rule", [rejection, block])
+def test_cutting_a_chain_to_the_room_left_is_exact(rule: Verify) -> None:
     draft = sampled(chain(2), model(1))
-    assert error(lambda random: draft(random).pruned(1), judge, model(0)) < EXACT
+    assert error(lambda random: draft(random).pruned(1), rule, model(0)) < EXACT
 
-    def with_its_last_row(random: RandomSource) -> Tree:  # what the next draft would have been drawn from tells nothing
+    def with_its_last_row(random: RandomSource) -> Tree:  # what the next draft would have been drawn from has no effect
         tree = draft(random)
         assert tree.drawn_from is not None
         return Tree(tree.tokens[:2], tree.parents[:2], tree.drawn_from[:2])
 
-    assert error(with_its_last_row, judge, model(0)) < EXACT
+    assert error(with_its_last_row, rule, model(0)) < EXACT
 
 
 def test_siblings_drawn_with_replacement_are_exact() -> None:
@@ -271,7 +272,7 @@ def as_if_sampled(draft: Draft, logq: Tensor) -> Draft:
 
     def claim(random: RandomSource) -> Tree:
         tree = draft(random)
-        return replace(tree, drawn_from=behind(tree, logq.exp().float()))
+        return replace(tree, drawn_from=at_nodes(tree, logq.exp().float()))
 
     return claim
 
@@ -293,7 +294,7 @@ def zeroing(tree: Tree, p: Tensor, random: RandomSource) -> Accepted:
 
 
 def not_renormalised(tree: Tree, p: Tensor, random: RandomSource) -> Accepted:
-    """`rejection` that judges each sibling by the q of the first."""
+    """`rejection` that verifies each sibling by the q of the first."""
     assert tree.drawn_from is not None
     path, wanted = [0], p[0]
     for node in range(1, len(tree)):
@@ -325,7 +326,7 @@ def test_striking_refused_tokens_of_sampled_drafts_would_be_biased(plan: Plan) -
     assert error(sampled(plan, model(1, (1.0, 3, 1.0))), zeroing, model(0)) > BIASED
 
 
-def test_siblings_judged_by_the_same_q_would_be_biased() -> None:
+def test_siblings_verified_by_the_same_q_would_be_biased() -> None:
     logp, logq = model(0), model(1, (1.0, 3, 1.0))
     assert error(sampled(SHAPES["1x1"], logq), not_renormalised, logp) < EXACT  # on a chain it is the rule itself
     assert error(sampled(SHAPES["2x1"], logq), not_renormalised, logp) > BIASED
@@ -344,8 +345,8 @@ def test_sorting_sampled_siblings_would_be_biased() -> None:
     assert error(best_first, rejection, model(0)) > BIASED
 
 
-@pytest.mark.parametrize("judge", [rejection, block])
-def test_dropping_a_draft_that_was_drawn_would_be_biased(judge: DraftLoss) -> None:
+@pytest.mark.parametrize("rule", [rejection, block])
+def test_dropping_a_draft_that_was_drawn_would_be_biased(rule: Verify) -> None:
     draft = sampled(chain(1), model(1))
 
     def likely_or_none(random: RandomSource) -> Tree:
@@ -353,13 +354,13 @@ def test_dropping_a_draft_that_was_drawn_would_be_biased(judge: DraftLoss) -> No
         assert tree.drawn_from is not None
         return tree if tree.drawn_from[0, tree.tokens[1]] > 0.2 else tree.pruned(0)
 
-    assert error(likely_or_none, judge, model(0)) > BIASED
+    assert error(likely_or_none, rule, model(0)) > BIASED
 
 
-@pytest.mark.parametrize("judge", [rejection, block])
-def test_another_q_than_the_drafts_were_drawn_from_would_be_biased(judge: DraftLoss) -> None:
+@pytest.mark.parametrize("rule", [rejection, block])
+def test_another_q_than_the_drafts_were_drawn_from_would_be_biased(rule: Verify) -> None:
     draft, other = sampled(chain(2), model(1, (0.5, 0, 1.0))), model(1)
-    assert error(as_if_sampled(draft, other), judge, model(0)) > BIASED
+    assert error(as_if_sampled(draft, other), rule, model(0)) > BIASED
 
 
 @pytest.mark.parametrize("draft", [ranked, sampled])
@@ -374,21 +375,21 @@ def test_typical_is_not_exact(draft: Callable[[Plan, Tensor], Draft]) -> None:
 def test_rejection_keeps_the_overlap_of_p_and_q(seed: int) -> None:
     logp, logq = model(seed), model(seed + 100)
     overlap = torch.minimum(logp[0].exp(), logq[0].exp()).sum()
-    for judge in (rejection, block):
-        assert drafts_kept(sampled(chain(1), logq), judge, logp) == pytest.approx(float(overlap), abs=1e-7)
+    for rule in (rejection, block):
+        assert drafts_accepted(sampled(chain(1), logq), rule, logp) == pytest.approx(float(overlap), abs=1e-7)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_block_keeps_at_least_as_many_as_rejection(seed: int) -> None:
     logp, draft = model(seed), sampled(chain(2), model(seed + 100, (1.0, 3, 1.0)))
-    by_block, by_rejection = drafts_kept(draft, block, logp), drafts_kept(draft, rejection, logp)
-    by_own_draw = drafts_kept(draft, judged_by_own_draw, logp)
-    assert by_own_draw < by_rejection + 1e-9 and by_rejection < by_block + 1e-9
+    by_block, by_rejection = drafts_accepted(draft, block, logp), drafts_accepted(draft, rejection, logp)
+    by_exact_match = drafts_accepted(draft, matched, logp)
+    assert by_exact_match < by_rejection + 1e-9 and by_rejection < by_block + 1e-9
 
 
 def test_the_example_of_the_block_paper() -> None:
     """Two tokens whatever came before, p = (1/3, 2/3), q = (2/3, 1/3), two drafts: 10/9 and 11/9 are kept."""
     p, q = torch.tensor([[1.0, 2, 0, 0, 0], [2.0, 1, 0, 0, 0]], dtype=torch.float64).expand(31, 2, V).unbind(1)
     logp, draft = (p / 3).log(), sampled(chain(2), (q / 3).log())
-    assert drafts_kept(draft, rejection, logp) == pytest.approx(10 / 9, abs=1e-6)
-    assert drafts_kept(draft, block, logp) == pytest.approx(11 / 9, abs=1e-6)
+    assert drafts_accepted(draft, rejection, logp) == pytest.approx(10 / 9, abs=1e-6)
+    assert drafts_accepted(draft, block, logp) == pytest.approx(11 / 9, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Draft models: in step with the target, vocabularies and positions of another size; and the target's own layers."""
+"""Draft models: in step with the target, with vocabularies and positions of another size."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from spechead.decoding.generate import Speculation, generate
 from spechead.decoding.random_source import SeededSource
 from spechead.decoding.sampling import Drawing
-from spechead.decoding.tree import Tree, chain
+from spechead.decoding.tree import chain
 from spechead.decoding.verify import rejection
 from spechead.drafters.draft_model import DraftModel
 from spechead.drafters.self_speculative import SelfSpeculative
 from spechead.errors import UserError
-from spechead.target.cache import KVCache
 from spechead.target.model import Target
-from tests.helpers.drafters import HALF, NOTHING, TREE, prompt_of
+from tests.helpers.drafters import NOTHING, TREE, prompt_of, record_sizes
 from tests.helpers.targets import BASE, FAMILIES, VOCAB, make_target, make_toy_tokenizer
 
 
@@ -48,9 +47,7 @@ def test_the_same_model_accepts_all_its_drafts(family: str) -> None:
 
 def test_one_forward_a_level(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = DraftModel(target, make_llama())
-    reads: list[int] = []
-    read = drafter.read
-    monkeypatch.setattr(drafter, "read", lambda cache, tokens, *a: reads.append(len(tokens)) or read(cache, tokens, *a))
+    reads = record_sizes(monkeypatch, drafter, "read")
     state = drafter.new_state(torch.tensor([5, 6, 7]))
     drafter.propose(state, torch.tensor([6, 7, 8]), NOTHING, chain(4))
     assert reads == [4, 1, 1, 1]  # the prompt and the first token, then the chain
@@ -61,7 +58,7 @@ def test_one_forward_a_level(target: Target, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("family", ["llama", "mistral-window", "gemma3"])
 @pytest.mark.parametrize("plan", [chain(3), TREE], ids=str)
-def test_sampled_drafts_tell_what_they_were_drawn_from(target: Target, family: str, plan: Any) -> None:
+def test_sampled_drafts_come_with_their_distributions(target: Target, family: str, plan: Any) -> None:
     draft = make_target(family, seed=1)
     drafter = DraftModel(target, draft)
     text = torch.tensor(prompt_of(14))
@@ -75,7 +72,7 @@ def test_sampled_drafts_tell_what_they_were_drawn_from(target: Target, family: s
 
 
 def test_sampled_drafts_are_accepted_as_often_as_the_two_models_overlap(target: Target) -> None:
-    drafter, chance = SelfSpeculative(target, (0, 2, 3, 4, 5, 6)), SeededSource(0)
+    drafter, random = SelfSpeculative(target, (0, 2, 3, 4, 5, 6)), SeededSource(0)
     text = torch.tensor(prompt_of(4))
     logits = [model.logits(model.forward(text[None]).hidden[0, -1]) for model in (target, drafter.draft)]
     p, q = ((model_logits / 2).softmax(-1) for model_logits in logits)
@@ -83,8 +80,8 @@ def test_sampled_drafts_are_accepted_as_often_as_the_two_models_overlap(target: 
     assert 0.2 < overlap < 0.8
     accepted = 0
     for _ in range(trials):
-        tree = drafter.propose(drafter.new_state(text), text[1:], NOTHING, chain(1), Drawing(2.0, chance))
-        accepted += len(rejection(tree, p.expand(2, -1), chance).path) - 1
+        tree = drafter.propose(drafter.new_state(text), text[1:], NOTHING, chain(1), Drawing(2.0, random))
+        accepted += len(rejection(tree, p.expand(2, -1), random).path) - 1
     assert abs(accepted / trials - overlap) < 3 * (overlap * (1 - overlap) / trials) ** 0.5
 
 
@@ -158,68 +155,3 @@ def test_tokenizers_are_compared_by_content(target: Target) -> None:
     ):
         with pytest.raises(UserError, match=f"target 'tiny-llama' and draft model 'draft' have different.*({reason})"):
             DraftModel(target, changed(edit))
-
-
-# ------------------------------------------------------------------------------------------------ own layers
-
-
-def handmade(target: Target, layers: tuple[int, ...]) -> Target:
-    """A model of its own with copies of those layers' weights."""
-    config = copy.deepcopy(target.config)
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        config.layer_types = [kinds[layer] for layer in layers]
-    config.num_hidden_layers = len(layers)
-    model = AutoModelForCausalLM.from_config(config)
-    prefix = next(name for name, module in target.model.named_modules() if module is target._blocks) + "."
-    weights = {}
-    for name, weight in target.model.state_dict().items():
-        number, _, rest = name.removeprefix(prefix).partition(".")
-        if not name.startswith(prefix):
-            weights[name] = weight
-        elif int(number) in layers:
-            weights[f"{prefix}{layers.index(int(number))}.{rest}"] = weight
-    model.load_state_dict(weights)
-    return Target(model, make_toy_tokenizer(), "handmade")
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_subset_is_the_model_of_those_layers_and_shares_its_weights(family: str) -> None:
-    target = make_target(family)
-    ids = torch.tensor([prompt_of(20)])
-    whole = target.forward(ids).hidden
-    for layers in (HALF, (2, 4, 5, 6)):
-        subset, other = target.subset(layers), handmade(target, layers)
-        assert subset.n_layers == 4 and len(subset.model.state_dict()) == len(other.model.state_dict())
-        owned = {parameter.data_ptr() for parameter in target.model.parameters()}
-        assert {parameter.data_ptr() for parameter in subset.model.parameters()} <= owned
-        expected = other.forward(ids, taps=(0, 1, 4))
-        found = subset.forward(ids, taps=(0, 1, 4))
-        assert torch.equal(found.hidden, expected.hidden) and torch.equal(found.features, expected.features)
-        assert torch.equal(subset.logits(found.hidden), other.logits(expected.hidden))
-        tree, cache = Tree(torch.tensor([5, 6, 7, 8]), torch.tensor([-1, 0, 0, 2])), KVCache()
-        subset.forward(ids, cache=cache)
-        at, visible = 20 + tree.depths[None], tree.visible[None]
-        nodes = subset.forward(tree.tokens[None], cache=cache, positions=at, visible=visible).hidden
-        cache.keep([[0, 2]], 20)
-        after = subset.forward(torch.tensor([[9]]), cache=cache).hidden
-        text = torch.cat([ids, torch.tensor([[5, 7, 9]])], 1)
-        alone = other.forward(text).hidden
-        assert torch.allclose(nodes[:, [0, 2]], alone[:, 20:22], atol=1e-4)
-        assert torch.allclose(after, alone[:, 22:], atol=1e-4)
-    assert target.n_layers == 7 and torch.equal(target.forward(ids).hidden, whole)
-
-
-def test_layers_of_a_packed_target(target: Target) -> None:
-    packed = make_target(pack=True)
-    prompt = prompt_of()
-    expected = generate(target.subset(HALF), prompt, max_new_tokens=12).tokens
-    assert generate(packed.subset(HALF), prompt, max_new_tokens=12).tokens == expected
-    plain = generate(target, prompt, max_new_tokens=12).tokens
-    assert generate(packed, prompt, SelfSpeculative(packed, HALF), max_new_tokens=12).tokens == plain
-
-
-@pytest.mark.parametrize("layers", [[], [7], [-1, 2], [3, 1], [2, 2]])
-def test_layers_that_a_target_does_not_have(target: Target, layers: list[int]) -> None:
-    with pytest.raises(UserError, match="ascending numbers from 0 to 6"):
-        target.subset(layers)

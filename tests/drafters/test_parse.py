@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spechead.decoding.generate import Speculation, generate, generate_batch
-from spechead.decoding.tree import Dynamic, Plan, Static, chain
-from spechead.drafters.base import Drafter, can_draft, is_chain
+from spechead.decoding.tree import Dynamic, Plan, chain
+from spechead.drafters.base import Drafter
 from spechead.drafters.draft_model import DraftModel
 from spechead.drafters.parse import load_drafter, parse_drafter
 from spechead.drafters.prompt_lookup import PromptLookup
@@ -119,9 +119,9 @@ def test_names_of_drafters(target: Target, folder: Path) -> None:
     assert staged.tiny.target is staged.middle.draft and staged.tiny.draft.n_layers == 2
 
 
-def test_a_draft_model_is_loaded_beside_the_target(folder: Path) -> None:
+def test_a_draft_model_is_loaded_in_the_targets_way(folder: Path) -> None:
     for options in ({"dtype": "bfloat16"}, {"pack": False}, {}):
-        target = Target.load(str(folder), device="cpu", **options)  # type: ignore[arg-type]
+        target = Target.load(str(folder), device="cpu", **options)
         target.base = "another"
         for dtype in ("float32", "bfloat16", "auto"):
             drafter = load_drafter(f"draft_model:{folder}", target, dtype=dtype)
@@ -163,15 +163,6 @@ def test_code_of_a_draft_model_runs_where_it_is_allowed(target: Target, monkeypa
         load_drafter("draft_model:code", target, trust_remote_code=trust)
         load_drafter("staged:self:0-2+draft_model:code", target, trust_remote_code=trust)
     assert allowed == [False, False, True, True]
-
-
-def test_only_some_drafters_branch() -> None:
-    for text, branches in (("prompt_lookup", False), ("self:0-3", True), ("draft_model:x", True)):
-        assert can_draft(parse_drafter(text).kind, TREE) == branches
-        assert can_draft(parse_drafter(text).kind, Dynamic(6, 3, 2)) == branches
-        assert can_draft(parse_drafter(text).kind, chain(3, floor=0.1))
-    assert not can_draft(parse_drafter("staged:self:0-3+prompt_lookup").kind, TREE)
-    assert is_chain(Static(((0,), (0, 0)))) and not is_chain(Static(((0,), (1,)))) and not is_chain(Static(((1,),)))
 
 
 @pytest.mark.parametrize(

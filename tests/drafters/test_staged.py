@@ -17,7 +17,7 @@ from spechead.drafters.self_speculative import SelfSpeculative
 from spechead.drafters.staged import Staged, Tiny
 from spechead.target.model import Target
 from tests.drafters.test_draft_model import make_llama
-from tests.helpers.drafters import HALF, NOTHING, TREE, RandomDrafter, prompt_of
+from tests.helpers.drafters import HALF, NOTHING, TREE, RandomDrafter, prompt_of, record_sizes
 from tests.helpers.targets import VOCAB, make_target
 
 
@@ -63,9 +63,7 @@ def test_proposals_are_the_middles_own(target: Target, name: str, plan: Any, dra
 def test_a_right_tiny_saves_forwards_of_the_middle(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     middle = SelfSpeculative(target, HALF)
     staged = Staged(middle, DraftModel(middle.draft, middle.draft))
-    reads: list[int] = []
-    read = middle.read
-    monkeypatch.setattr(middle, "read", lambda cache, tokens, *a: reads.append(len(tokens)) or read(cache, tokens, *a))
+    reads = record_sizes(monkeypatch, middle, "read")
     state = staged.new_state(torch.tensor([5, 6, 7]))
     assert len(staged.propose(state, torch.tensor([6, 7, 8]), NOTHING, chain(9))) == 10
     assert reads == [3, 5, 4]  # the prompt; a token and four guesses give five; the next and three guesses four more
@@ -81,9 +79,7 @@ def test_tiny_guesses_only_what_is_of_use(target: Target, monkeypatch: pytest.Mo
     middle = SelfSpeculative(target, HALF)
     tiny = DraftModel(middle.draft, middle.draft)  # right, four tokens at a time
     staged = Staged(middle, tiny)
-    proposed: list[int] = []
-    propose = tiny.propose
-    monkeypatch.setattr(tiny, "propose", lambda state, new, *a: proposed.append(len(new)) or propose(state, new, *a))
+    proposed = record_sizes(monkeypatch, tiny, "propose")
     state = staged.new_state(torch.tensor([5, 6, 7]))
     assert len(staged.propose(state, torch.tensor([6, 7, 8]), NOTHING, chain(6))) == 7
     assert proposed == [3], "five tokens come of its guesses; the middle adds the sixth itself"
@@ -133,7 +129,7 @@ def test_a_vocabulary_smaller_than_the_targets(target: Target) -> None:
     assert int(tree.tokens[1:].max()) < 90 and not tree.drawn_from[:, 90:].any()
 
 
-def test_sampled_text_judged_by_rejection_is_written_to_its_end(target: Target) -> None:
+def test_sampled_text_verified_by_rejection_is_written_to_its_end(target: Target) -> None:
     staged = Staged(SelfSpeculative(target, HALF), PromptLookup())
     speculation = Speculation(chain(4), draft_temperature=1.0)
     found = generate(target, prompt_of(), staged, speculation=speculation, max_new_tokens=20)

@@ -1,4 +1,4 @@
-"""A clock that passes only where a test says so."""
+"""A clock that a test controls."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import pytest
 
 
 class Clock:
-    """Time that passes only where it is told to."""
+    """`time.perf_counter` advances only in methods made slow."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self._patch = 0.0, monkeypatch
         monkeypatch.setattr("time.perf_counter", lambda: self.now)
 
     def slow(self, owner: Any, name: str, seconds: float) -> None:
-        """Each call of that method takes `seconds` more."""
+        """Each call of the method or function takes `seconds` more."""
         work = getattr(owner, name)
 
         def slowly(*args: Any, **more: Any) -> Any:

@@ -1,10 +1,11 @@
-"""Drafters for tests: scripted, random, and what the drafters' tests share."""
+"""Drafters for tests, scripted and random, and constants of the drafters' tests."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from tests.helpers.targets import VOCAB
 
 
 class Scripted:
-    """A drafter that knows the plain text: right for the first `right` depths of each branch, wrong behind."""
+    """A drafter that knows the plain text: right for the first `right` depths of each branch, wrong after them."""
 
     taps: Sequence[int] = ()
     branches = True
@@ -28,12 +29,15 @@ class Scripted:
 
     def propose(self, state: dict[str, int], fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Any = None) -> Tree:
         state["seen"] = state["seen"] + len(fresh) if state["seen"] else 1
-        coming = self.text[state["seen"] :] + [0] * 64
-        tokens, parents, node = [int(fresh[-1])], [-1], {(): 0}
-        for path in plan.choices:  # type: ignore[union-attr]
+        following = self.text[state["seen"] :] + [0] * 64
+        assert isinstance(plan, Static)
+        tokens, parents = [int(fresh[-1])], [-1]
+        node: dict[tuple[int, ...], int] = {(): 0}
+        for path in plan.choices:
             depth = len(path)
-            good = path[-1] == 0 and depth <= self.right
-            tokens.append(coming[depth - 1] if good else (coming[depth - 1] + 1 + path[-1]) % VOCAB)
+            right = path[-1] == 0 and depth <= self.right
+            token = following[depth - 1]
+            tokens.append(token if right else (token + 1 + path[-1]) % VOCAB)
             parents.append(node[path[:-1]])
             node[path] = len(node)
         return Tree(torch.tensor(tokens), torch.tensor(parents))
@@ -59,13 +63,26 @@ class RandomDrafter:
         return Tree(torch.cat([fresh[-1:], tokens]), torch.cat([torch.tensor([-1]), parents]))
 
 
-NOTHING = TargetOutput(torch.zeros(1, 0, 0), torch.zeros(1, 0, 0))  # these drafters read tokens alone
+NOTHING = TargetOutput(torch.zeros(1, 0, 0), torch.zeros(1, 0, 0))  # training-free drafters read tokens only
 
 
 TREE = Static(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 
 
 HALF = (0, 1, 3, 5)
+
+
+def record_sizes(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[int]:
+    """The size of the second argument of each call of that method from now on."""
+    sizes: list[int] = []
+    method = getattr(owner, name)
+
+    def recorded(first: Any, second: Any, *args: Any) -> Any:
+        sizes.append(len(second))
+        return method(first, second, *args)
+
+    monkeypatch.setattr(owner, name, recorded)
+    return sizes
 
 
 def prompt_of(length: int = 9, seed: int = 1) -> list[int]:

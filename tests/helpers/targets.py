@@ -15,7 +15,7 @@ from spechead.target.model import Target
 VOCAB = 97
 
 
-BASE = {
+BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -29,11 +29,19 @@ BASE = {
 }
 
 
-NO_GROUPS = {name: value for name, value in BASE.items() if name != "num_key_value_heads"}
+NO_GROUPS: dict[str, Any] = {name: value for name, value in BASE.items() if name != "num_key_value_heads"}
 
 
 # Tied, a random Gemma repeats its last token whatever it attends to: it scales its embeddings.
-GEMMA = {"head_dim": 16, "sliding_window": 12, "tie_word_embeddings": False}
+GEMMA: dict[str, Any] = {"head_dim": 16, "sliding_window": 12, "tie_word_embeddings": False}
+
+
+EXPERTS: dict[str, Any] = {
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 
 
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -49,9 +57,7 @@ FAMILIES: dict[str, Callable[[], Any]] = {
     "phi3": lambda: transformers.Phi3Config(**BASE),
     "gpt_neox": lambda: transformers.GPTNeoXConfig(**NO_GROUPS),
     "mixtral": lambda: transformers.MixtralConfig(**BASE, num_local_experts=4),
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        **BASE, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-    ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(**BASE, **EXPERTS),
     "granite": lambda: transformers.GraniteConfig(**BASE, logits_scaling=2.0),
     "cohere": lambda: transformers.CohereConfig(**BASE),
     "gpt2": lambda: transformers.GPT2Config(
@@ -79,14 +85,14 @@ def make_toy_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def make_target(family: str = "llama", *, seed: int = 0, pack: bool = False) -> Target:
-    """A random target with weights large enough that its text is not constant, and that does not end by itself."""
+    """A random target with weights large enough for varied text, which does not end by chance."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(FAMILIES[family]())
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)
     with torch.no_grad():
-        model.get_output_embeddings().weight[2] = 0  # a greedy text does not end by chance
+        model.get_output_embeddings().weight[2] = 0  # no end-of-sequence token in greedy text
     target = Target(model, make_toy_tokenizer(), f"tiny-{family}")
     if pack:
         target.pack()

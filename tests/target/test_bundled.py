@@ -1,4 +1,4 @@
-"""The whole path on the embedded target: torchrun, DeepSpeed, a saved head, losslessness with every kind of tree."""
+"""The whole path on the bundled target: torchrun, DeepSpeed, a saved head, losslessness with every kind of tree."""
 
 from __future__ import annotations
 

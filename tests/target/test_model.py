@@ -10,7 +10,6 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 from spechead.errors import UserError
-from spechead.target.loading import choose_device, load_tokenizer
 from spechead.target.model import Target
 from spechead.target.packed_linear import PackedLinear
 from tests.helpers.targets import BASE, FAMILIES, make_target, make_toy_tokenizer
@@ -82,23 +81,6 @@ def test_no_graph_is_built(target: Target) -> None:
     out = target.forward(torch.tensor([[4, 5]]), taps=(1,))
     assert not out.hidden.requires_grad and not out.features.requires_grad
     assert not any(p.requires_grad for p in target.model.parameters())
-
-
-@pytest.mark.parametrize("name", ["no/such-target", "nowhere"])
-def test_names_that_cannot_be_loaded(name: str) -> None:
-    with pytest.raises(UserError, match=f"target '{name}' cannot be loaded"):
-        load_tokenizer(name)
-    with pytest.raises(UserError, match=f"target '{name}' cannot be loaded"):
-        Target.load(name)
-
-
-def test_devices_and_dtypes_are_checked(folder: Path) -> None:
-    assert choose_device("cpu") == torch.device("cpu")
-    for device in ("gpu", "cuda:x"):
-        with pytest.raises(UserError, match=device):
-            choose_device(device)
-    with pytest.raises(UserError, match="option dtype: 'int8'"):
-        Target.load(str(folder), dtype="int8")
 
 
 def test_targets_that_take_no_positions_are_refused() -> None:
