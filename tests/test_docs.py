@@ -109,4 +109,4 @@ def test_formats_refuse_it_by_name_until_one_supports_it(target: Target, tmp_pat
 
 
 def test_it_samples_from_what_it_says(target: Target) -> None:
-    test_base_sampled.test_sampled_drafts_tell_what_they_were_drawn_from(target, KIND, chain(4))
+    test_base_sampled.test_sampled_drafts_come_with_their_distribution(target, KIND, chain(4))

@@ -88,8 +88,8 @@ def test_the_report_is_that_of_the_head(tiny_run: Path, tmp_path: Path, capsys: 
     run(f"export --head {early} --to vllm -o {tmp_path / 'out'}")
     assert f"report.json measures the head {final}, not {early}" in capsys.readouterr().err
     assert "Not measured" in card_of(tmp_path / "out")
-    for path, told in ((report, f"the head {final}"), (write_report(tmp_path / "none.json", ""), "no head")):
+    for path, message in ((report, f"the head {final}"), (write_report(tmp_path / "none.json", ""), "no head")):
         with pytest.raises(SystemExit):
             run(f"export --head {early} --to vllm -o {tmp_path / 'x'} --report {path}")
-        assert f"option report: {path} measures {told}, not {early}; measure this one" in capsys.readouterr().err
+        assert f"option report: {path} measures {message}, not {early}; measure this one" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()

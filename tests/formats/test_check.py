@@ -150,16 +150,16 @@ def test_every_change_is_named(
         if source == "head":
             (copy / "spechead.json").unlink()
         change(copy)
-        told = failed(check_folder(copy, tiny("llama"), head if source == "head" else None, form))
-        told_by_head = source == "record" or wanted != "base_model_name_or_path"  # a head does not know that name
-        if told_by_head and not any(wanted in line for line in told):
-            silent.append((number, wanted, told))
+        failures = failed(check_folder(copy, tiny("llama"), head if source == "head" else None, form))
+        seen_by_head = source == "record" or wanted != "base_model_name_or_path"  # a head does not know that name
+        if seen_by_head and not any(wanted in line for line in failures):
+            silent.append((number, wanted, failures))
         shutil.rmtree(copy)
     assert silent == []
 
 
 @pytest.mark.parametrize("form, name", EXPORTS, ids=str)
-def test_a_missing_tensor_is_named_without_record_and_head(
+def test_a_missing_tensor_is_named_without_manifest_and_head(
     form: str, name: str, exports: dict[tuple[str, str], tuple[Path, Head]], tmp_path: Path
 ) -> None:
     for path in exports[form, name][0].glob("*.safetensors"):
@@ -170,9 +170,9 @@ def test_a_missing_tensor_is_named_without_record_and_head(
             shutil.copytree(path.parent, copy)
             (copy / "spechead.json").unlink()
             rewrite(copy / path.name, lambda t, tensor=tensor: t.pop(tensor))  # type: ignore[misc]
-            ours = {"fc.bias": "fc.bias"}.get(tensor, tensor.split(".")[-1])
-            told = failed(check_folder(copy, tiny("llama"), None, form))
-            assert any(ours in line for line in told), (tensor, told)
+            suffix = {"fc.bias": "fc.bias"}.get(tensor, tensor.split(".")[-1])
+            failures = failed(check_folder(copy, tiny("llama"), None, form))
+            assert any(suffix in line for line in failures), (tensor, failures)
 
 
 SEEN_BY_THE_DRAFTS: dict[str, Callable[[Path], None]] = {
@@ -218,7 +218,7 @@ def test_drafts_differ(change: str, exports: dict[tuple[str, str], tuple[Path, H
     assert any(line.startswith("FAIL  forward") for line in failed(check_folder(copy, tiny("llama"), head)))
 
 
-def test_settings_are_told(exports: dict[tuple[str, str], tuple[Path, Head]], tmp_path: Path) -> None:
+def test_settings_are_reported(exports: dict[tuple[str, str], tuple[Path, Head]], tmp_path: Path) -> None:
     folder, head = exports["vllm", "eagle3"]
     lines = {line.name: line.text for line in check_folder(folder, tiny("llama"), head)}
     assert lines["layers"] == "reads hidden_states [2, 3, 4] of 0 to 7"
@@ -231,7 +231,7 @@ def test_settings_are_told(exports: dict[tuple[str, str], tuple[Path, Head]], tm
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, message",
     [
         (lambda c: c.update({"max_position_embeddings": 100}), "longest text  100 tokens, the target reads 256"),
         (lambda c: c.update({"torch_dtype": "bfloat16"}), "torch_dtype is bfloat16, the tensors are float32"),
@@ -242,9 +242,9 @@ def test_settings_are_told(exports: dict[tuple[str, str], tuple[Path, Head]], tm
         (lambda c: c.update({"num_attention_heads": 6}), "contents      tensors do not make this eagle3 head"),
     ],
 )  # fmt: skip
-def test_a_setting_that_cannot_be_right_is_told_without_record_and_head(
+def test_a_wrong_setting_is_reported_without_manifest_and_head(
     change: Callable[[dict[str, Any]], None],
-    told: str,
+    message: str,
     exports: dict[tuple[str, str], tuple[Path, Head]],
     tmp_path: Path,
 ) -> None:
@@ -252,11 +252,11 @@ def test_a_setting_that_cannot_be_right_is_told_without_record_and_head(
     shutil.copytree(exports["vllm", "eagle3"][0], copy)
     (copy / "spechead.json").unlink()
     edit(copy / "config.json", change)
-    assert any(told in line for line in failed(check_folder(copy, tiny("llama"))))
+    assert any(message in line for line in failed(check_folder(copy, tiny("llama"))))
 
 
 @pytest.mark.parametrize(
-    "change, told",
+    "change, message",
     [
         (lambda t: t.update({"d2t": t["d2t"] * 0}), "t2d does not mark the target ids"),
         (lambda t: t["d2t"].__setitem__(1, t["d2t"][0] - 1), "must be 40 different target ids below 97"),
@@ -266,9 +266,9 @@ def test_a_setting_that_cannot_be_right_is_told_without_record_and_head(
         (lambda t: t.update({"fc.weight": t["fc.weight"].T}), "fc.weight is [96, 32], not [32, 96]"),
     ],
 )  # fmt: skip
-def test_a_tensor_that_cannot_be_right_is_told_without_record_and_head(
+def test_a_wrong_tensor_is_reported_without_manifest_and_head(
     change: Callable[[dict[str, torch.Tensor]], None],
-    told: str,
+    message: str,
     exports: dict[tuple[str, str], tuple[Path, Head]],
     tmp_path: Path,
 ) -> None:
@@ -276,24 +276,24 @@ def test_a_tensor_that_cannot_be_right_is_told_without_record_and_head(
     shutil.copytree(exports["vllm", "eagle3"][0], copy)
     (copy / "spechead.json").unlink()
     rewrite(copy / "model.safetensors", change)
-    assert any(told in line for line in failed(check_folder(copy, tiny("llama"))))
+    assert any(message in line for line in failed(check_folder(copy, tiny("llama"))))
 
 
-def test_another_target_is_told(exports: dict[tuple[str, str], tuple[Path, Head]]) -> None:
+def test_another_target_is_reported(exports: dict[tuple[str, str], tuple[Path, Head]]) -> None:
     folder, _ = exports["vllm", "eagle3"]
-    told = failed(check_folder(folder, tiny("qwen2")))
-    assert told[0] == "FAIL  target        exported for org/model, and tiny-qwen2 has other weights"
+    failures = failed(check_folder(folder, tiny("qwen2")))
+    assert failures[0] == "FAIL  target        exported for org/model, and tiny-qwen2 has other weights"
 
 
-def test_another_tokenizer_in_a_gguf_file_is_told(
+def test_another_tokenizer_in_a_gguf_file_is_reported(
     exports: dict[tuple[str, str], tuple[Path, Head]], tmp_path: Path
 ) -> None:
     target = make_target("llama")
     vocab = target.tokenizer.get_vocab()
     target.tokenizer.add_tokens(["<new>"])
     assert len(target.tokenizer) == len(vocab) + 1
-    told = failed(check_folder(exports["llama.cpp", "eagle3"][0], target))
-    assert any("tokenizer" in line and "tokens of" in line for line in told)
+    failures = failed(check_folder(exports["llama.cpp", "eagle3"][0], target))
+    assert any("tokenizer" in line and "tokens of" in line for line in failures)
 
 
 def test_scaled_embeddings_must_come_with_the_head(tmp_path: Path) -> None:
@@ -302,9 +302,9 @@ def test_scaled_embeddings_must_come_with_the_head(tmp_path: Path) -> None:
     write_export(make_head("eagle", target), "vllm", out, export_info(target, tmp_path))
     (out / "spechead.json").unlink()
     rewrite(out / "model.safetensors", lambda t: t.pop("embed_tokens.weight"))
-    told = failed(check_folder(out, target))
-    assert "FAIL  embedding     the target's stored rows, but the target scales them" in told
-    assert any(line.startswith("FAIL  forward") for line in told)
+    failures = failed(check_folder(out, target))
+    assert "FAIL  embedding     the target's stored rows, but the target scales them" in failures
+    assert any(line.startswith("FAIL  forward") for line in failures)
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def put(value: Any, way: list[Any], new: Any) -> None:
         pytest.param("speculators", "eagle3-1", True, marks=pytest.mark.slow),
     ],
 )
-def test_a_value_of_any_kind_anywhere_is_a_line(
+def test_a_value_of_any_type_anywhere_is_a_line(
     form: str, name: str, with_head: bool, exports: dict[tuple[str, str], tuple[Path, Head]], tmp_path: Path
 ) -> None:
     folder, head = exports[form, name]
@@ -361,7 +361,7 @@ def test_a_value_of_any_kind_anywhere_is_a_line(
 
 
 @pytest.mark.parametrize("key", ["dtype", "kind", "options"])
-def test_a_record_of_any_kind_is_a_line(
+def test_a_manifest_with_values_of_any_type_is_a_line(
     key: str, exports: dict[tuple[str, str], tuple[Path, Head]], tmp_path: Path
 ) -> None:
     folder, head = exports["vllm", "eagle3"]
@@ -375,8 +375,8 @@ def test_the_longest_text_is_a_number(exports: dict[tuple[str, str], tuple[Path,
     copy = tmp_path / "copy"
     shutil.copytree(exports["vllm", "eagle3"][0], copy)
     edit(copy / "config.json", lambda c: c.update({"max_position_embeddings": "many"}))
-    told = failed(check_folder(copy, tiny("llama")))
-    assert "FAIL  longest text  max_position_embeddings is many: a whole number is expected" in told
+    failures = failed(check_folder(copy, tiny("llama")))
+    assert "FAIL  longest text  max_position_embeddings is many: a whole number is expected" in failures
 
 
 def test_a_tokenizer_in_the_folder_is_the_targets(
@@ -390,7 +390,7 @@ def test_a_tokenizer_in_the_folder_is_the_targets(
     first, second, *rest = ids
     listed = [[token, -1.0] for token in ids]
     other, none = "has other tokens than the target's", "has no vocabulary"
-    for vocab, told in (
+    for vocab, message in (
         (ids, "the target's"),
         (listed, "the target's"),
         (ids | {first: ids[second], second: ids[first]}, other),
@@ -402,12 +402,12 @@ def test_a_tokenizer_in_the_folder_is_the_targets(
     ):
         (copy / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocab}}))
         lines = {line.name: line for line in check_folder(copy, tiny("llama"))}
-        assert told in lines["tokenizer"].text and lines["tokenizer"].ok == (told == "the target's"), vocab
+        assert message in lines["tokenizer"].text and lines["tokenizer"].ok == (message == "the target's"), vocab
     (copy / "tokenizer.json").write_text('{"model": 5}')
     assert f"FAIL  tokenizer     tokenizer.json {none}" in failed(check_folder(copy, tiny("llama")))
 
 
-def test_what_push_refuses_is_told(exports: dict[tuple[str, str], tuple[Path, Head]], tmp_path: Path) -> None:
+def test_what_push_refuses_is_reported(exports: dict[tuple[str, str], tuple[Path, Head]], tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(exports["vllm", "eagle3"][0], copy)
     (copy / "sub").mkdir()

@@ -27,8 +27,8 @@ def test_there_and_back(kind: str, tiny_run: Path, tmp_path: Path, capsys: pytes
     run(f"check {tmp_path / 'out'} --target {tiny_run / 'target'} --head {tiny_run / kind}")
     assert "checks passed" in capsys.readouterr().out
     run(f"import {tmp_path / 'out'} --target {tiny_run / 'target'} -o {tmp_path / 'back'}")
-    ours, theirs = (load_file(at / "model.safetensors") for at in (tiny_run / kind, tmp_path / "back"))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    exported, imported = (load_file(at / "model.safetensors") for at in (tiny_run / kind, tmp_path / "back"))
+    assert exported.keys() == imported.keys() and all(torch.equal(exported[name], imported[name]) for name in exported)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["meta"] == {"imported_from": "vllm"}
 
 
@@ -56,7 +56,7 @@ def test_the_check_fails_with_exit_code_2(tiny_run: Path, tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize(
-    "command, told",
+    "command, message",
     [
         ("export --head {run}/eagle3 --to vlm -o {tmp}/x", "option to: 'vlm' is not one of vllm, sglang"),
         ("export --head {run}/eagle3 --to vllm -o {tmp}/x --dtype int8", "option dtype: 'int8' is not one of auto"),
@@ -73,13 +73,13 @@ def test_the_check_fails_with_exit_code_2(tiny_run: Path, tmp_path: Path, capsys
     ],
 )
 def test_mistakes_are_one_line(
-    command: str, told: str, tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, message: str, tiny_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         run(command.format(run=tiny_run, tmp=tmp_path))
     assert ended.value.code == 2
     shown = capsys.readouterr().err
-    assert told in shown and len(shown.strip().splitlines()) == 1
+    assert message in shown and len(shown.strip().splitlines()) == 1
     assert not (tmp_path / "x").exists()
 
 

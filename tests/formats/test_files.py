@@ -44,16 +44,16 @@ def test_a_pickle_does_not_run(name: str, exported: Path) -> None:
     with pytest.raises(UserError, match="damaged"):
         read_weights(exported)
     torch.save({"fc.weight": Evil()}, exported / name)
-    with pytest.raises(UserError, match="damaged") as told:
+    with pytest.raises(UserError, match="damaged") as error:
         read_weights(exported)
-    assert "weights_only" not in str(told.value), "torch's advice runs the code"
+    assert "weights_only" not in str(error.value), "torch's advice runs the code"
     assert not Path("/tmp/spechead-test-pickle-ran").exists()
 
 
 def test_a_pickle_beside_the_weights_fails_the_check(exported: Path) -> None:
     torch.save({}, exported / "pytorch_model.bin")
-    told = [str(line) for line in check_folder(exported, tiny("llama")) if not line.ok]
-    assert told[0].startswith("FAIL  files         pytorch_model.bin: pickled files can run code")
+    failures = [str(line) for line in check_folder(exported, tiny("llama")) if not line.ok]
+    assert failures[0].startswith("FAIL  files         pytorch_model.bin: pickled files can run code")
 
 
 @pytest.mark.parametrize("text", ["[1]", "null", "{", "[" * 100000, "\xff"])
@@ -88,19 +88,19 @@ def test_absolute_paths_are_found_anywhere() -> None:
 
 
 def test_an_export_replaces_an_export_alone(exported: Path, tmp_path: Path) -> None:
-    target, told = tiny("llama"), export_info(tiny("llama"), tmp_path)
-    write_export(make_head("medusa", target), "vllm", exported, told)
+    target, info = tiny("llama"), export_info(tiny("llama"), tmp_path)
+    write_export(make_head("medusa", target), "vllm", exported, info)
     assert "medusa" in (exported / "config.json").read_text()
-    mine = tmp_path / "mine"
-    mine.mkdir()
-    write_export(make_head("medusa", target), "vllm", mine, told)  # an empty folder is nobody's
-    (mine / "spechead.json").unlink()
-    with pytest.raises(UserError, match="mine exists and is no export of spechead"):
-        write_export(make_head("medusa", target), "vllm", mine, told)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    write_export(make_head("medusa", target), "vllm", folder, info)  # an empty folder is nobody's
+    (folder / "spechead.json").unlink()
+    with pytest.raises(UserError, match="folder exists and is no export of spechead"):
+        write_export(make_head("medusa", target), "vllm", folder, info)
     file = tmp_path / "file"
     file.write_text("kept")
     with pytest.raises(UserError, match="file exists and is no export"):
-        write_export(make_head("medusa", target), "vllm", file, told)
+        write_export(make_head("medusa", target), "vllm", file, info)
     assert file.read_text() == "kept"
 
 

@@ -18,7 +18,7 @@ from tests.helpers.exporting import export_info, make_head, tiny
 
 
 @pytest.mark.parametrize(
-    "form, name, change, told",
+    "form, name, change, message",
     [
         ("vllm", "eagle3", {"num_hidden_layers": 10**7}, "require n_layers 10000000, and the files contain 15 tensors"),
         ("vllm", "eagle", {"num_hidden_layers": 10**7}, "require n_layers 10000000"),
@@ -35,19 +35,19 @@ from tests.helpers.exporting import export_info, make_head, tiny
         ("vllm", "medusa", {"num_hidden_layers": 10**400}, "require n_heads 5, n_layers 1000"),
     ],
 )
-def test_sizes_without_end_are_refused_before_anything_is_made(
-    form: str, name: str, change: dict[str, Any], told: str, tmp_path: Path
+def test_huge_sizes_are_refused_before_anything_is_built(
+    form: str, name: str, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
     write_export(make_head(name, tiny("llama")), form, out, export_info(tiny("llama"), tmp_path))
     config = json.loads((out / "config.json").read_text()) | change
     (out / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         read_head(form, out, tiny("llama"))
 
 
 @pytest.mark.parametrize(
-    "dtype, told",
+    "dtype, message",
     [
         (torch.int8, "quantised tensors cannot be read: {name} is int8"),
         (torch.uint8, "{name} is uint8"),
@@ -57,20 +57,20 @@ def test_sizes_without_end_are_refused_before_anything_is_made(
 )
 @pytest.mark.parametrize("name", ["fc.weight", "lm_head.weight"])
 def test_weights_that_are_no_plain_floats_are_refused(
-    name: str, dtype: torch.dtype, told: str, exported: Path, tmp_path: Path
+    name: str, dtype: torch.dtype, message: str, exported: Path, tmp_path: Path
 ) -> None:
     if name == "lm_head.weight":  # the target's own, in a Medusa head that shares it
         write_export(make_head("medusa-shared", tiny("llama")), "vllm", exported, export_info(tiny("llama"), tmp_path))
     tensors = load_file(exported / "model.safetensors")
     save_file(tensors | {name: tensors[name].to(dtype)}, exported / "model.safetensors")
-    with pytest.raises(UserError, match=told.format(name=name)):
+    with pytest.raises(UserError, match=message.format(name=name)):
         read_head("vllm", exported, tiny("llama"))
     assert any(name in line.text for line in check_folder(exported, tiny("llama")) if not line.ok)
 
 
 @pytest.mark.parametrize("key", ["hidden_size", "num_attention_heads", "rope_parameters", "architectures"])
 @pytest.mark.parametrize("value", ["x", 0, [], {"a": 1}, None])
-def test_settings_of_a_wrong_kind_are_one_line(key: str, value: Any, exported: Path) -> None:
+def test_settings_of_a_wrong_type_are_one_line(key: str, value: Any, exported: Path) -> None:
     config = json.loads((exported / "config.json").read_text()) | {key: value}
     (exported / "config.json").write_text(json.dumps(config))
     try:

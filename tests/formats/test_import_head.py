@@ -36,8 +36,8 @@ def test_files_of_other_trainers(tmp_path: Path, exported: Path) -> None:
     (other / "config.json").write_text(json.dumps(config))
     assert detect(other) == "vllm"
     _, back = read_head("vllm", other, target)
-    ours, theirs = head.state_dict(), back.state_dict()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    expected, imported = head.state_dict(), back.state_dict()
+    assert all(torch.equal(expected[name], imported[name]) for name in expected)
 
 
 @pytest.mark.parametrize(

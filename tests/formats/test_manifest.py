@@ -13,7 +13,7 @@ from tests.helpers.exporting import tiny
 
 
 @pytest.mark.parametrize("key, value", [("files", []), ("files", {"config.json": 1}), ("target", None), ("target", {})])
-def test_a_damaged_record_is_one_line(key: str, value: Any, exported: Path) -> None:
+def test_a_damaged_manifest_is_one_line(key: str, value: Any, exported: Path) -> None:
     record = json.loads((exported / "spechead.json").read_text()) | {key: value}
     (exported / "spechead.json").write_text(json.dumps(record))
     lines = list(check_folder(exported, tiny("llama")))

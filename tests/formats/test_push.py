@@ -47,7 +47,7 @@ def test_a_dry_run_lists_the_files(exported: Path, hub: list[Any], capsys: pytes
     assert hub == []
 
 
-def test_repositories_are_private_unless_told(exported: Path, hub: list[Any]) -> None:
+def test_repositories_are_private_by_default(exported: Path, hub: list[Any]) -> None:
     push(PushOptions(str(exported), "org/name"))
     push(PushOptions(str(exported), "org/name", private=False))
     names = ["README.md", "config.json", "model.safetensors", "spechead.json"]
@@ -73,12 +73,14 @@ def test_what_is_no_sound_export_is_not_uploaded(exported: Path, hub: list[Any],
     assert hub == []
 
 
-@pytest.mark.parametrize("there, told", [(False, "is public: give --no-private"), (True, "is private: give --private")])
+@pytest.mark.parametrize(
+    "there, message", [(False, "is public: give --no-private"), (True, "is private: give --private")]
+)
 def test_a_repository_of_another_visibility_is_left_alone(
-    there: bool, told: str, exported: Path, hub: list[Any], monkeypatch: pytest.MonkeyPatch
+    there: bool, message: str, exported: Path, hub: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Hub, "there", there)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         push(PushOptions(str(exported), "org/name", private=not there))
     assert hub == [("org/name", not there)], "nothing is uploaded"
 

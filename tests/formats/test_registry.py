@@ -45,9 +45,9 @@ def test_heads_come_back_bit_for_bit_or_are_refused(form: str, family: str, tmp_
         assert name in FORMATS[form].serve_command(head, name, export_info(target, tmp_path))
         assert detect(out) == form
         back = FORMATS[form].load(out, target).head(target)
-        ours, theirs = head.state_dict(), back.state_dict()
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
+        expected, imported = head.state_dict(), back.state_dict()
+        assert expected.keys() == imported.keys()
+        assert all(torch.equal(expected[key], imported[key]) for key in expected)
         assert type(back) is type(head)
         lines = list(check_folder(out, target, head))
         assert [str(line) for line in lines if not line.ok] == []

@@ -36,7 +36,7 @@ def test_a_loaded_vocabulary_is_the_one_that_computes(kind: str, target: Target)
 
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 @torch.no_grad()
-def test_validation_judges_as_many_drafts_as_the_tree_asks_for(kind: str, target: Target) -> None:
+def test_validation_scores_drafts_up_to_the_trees_depth(kind: str, target: Target) -> None:
     """However many steps training unrolls; the loss is of those alone."""
     batch = collate([sample(target)], 64)
     head = make_head(kind, target, steps=2)

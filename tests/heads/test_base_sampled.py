@@ -24,8 +24,8 @@ TEMPERATURE = 1.7  # of the drafts
 RULES = [("rejection", TREE), ("rejection", chain(4)), ("block", chain(4)), ("exact_match", TREE)]
 
 
-class Told(Drawing):
-    """Draws what it is told, and remembers from what."""
+class ForcedDrawing(Drawing):
+    """Draws the given tokens, and records the distributions."""
 
     def __init__(self, draft_ids: list[int]) -> None:
         super().__init__(1.0, SeededSource(0))
@@ -40,15 +40,15 @@ class Told(Drawing):
 def own_q(head: Head, text: Tensor, out: TargetOutput, path: list[int]) -> Tensor:
     """What the head says behind `text` int64 [P] and the drafts `path`, when it has drafted nothing else: [V]."""
     ids = torch.arange(head.draft_size) * 2  # the vocabulary that `make_head` gives it
-    told = Told([token // 2 for token in path] + [0])
-    head.propose(head.new_state(text[:-1]), text[1:], out, chain(len(path) + 1), told)
-    assert len(told.seen) == len(path) + 1
-    return torch.zeros(VOCAB).scatter(0, ids, (told.seen[-1] / TEMPERATURE).softmax(-1))
+    drawing = ForcedDrawing([token // 2 for token in path] + [0])
+    head.propose(head.new_state(text[:-1]), text[1:], out, chain(len(path) + 1), drawing)
+    assert len(drawing.seen) == len(path) + 1
+    return torch.zeros(VOCAB).scatter(0, ids, (drawing.seen[-1] / TEMPERATURE).softmax(-1))
 
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("plan", [chain(4), TREE], ids=["chain", "tree"])
-def test_sampled_drafts_tell_what_they_were_drawn_from(target: Target, kind: str, plan: Static) -> None:
+def test_sampled_drafts_come_with_their_distribution(target: Target, kind: str, plan: Static) -> None:
     head = make_head(kind, target, seed=5)
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.2)

@@ -60,9 +60,9 @@ def test_positions_are_scaled_as_the_targets(name: str, monkeypatch: pytest.Monk
     shape.fill(target)
     assert shape.rope_theta == 500.0 and shape.rope_scaling["rope_type"] == target.config.rope_parameters["rope_type"]
     cos, sin = shape.attention(target, 32).rotation(POSITIONS)  # [1, 1, T, 4]
-    theirs = LlamaRotaryEmbedding(llama(target))(torch.zeros(1), POSITIONS)  # halves twice: [1, T, 8]
-    assert torch.allclose(cos[0], theirs[0][..., :4], atol=1e-6)
-    assert torch.allclose(sin[0], theirs[1][..., :4], atol=1e-6)
+    expected = LlamaRotaryEmbedding(llama(target))(torch.zeros(1), POSITIONS)  # halves twice: [1, T, 8]
+    assert torch.allclose(cos[0], expected[0][..., :4], atol=1e-6)
+    assert torch.allclose(sin[0], expected[1][..., :4], atol=1e-6)
     plain = Rotary.plain(8, 500.0)(POSITIONS)
     assert not torch.allclose(cos, plain[0], atol=1e-3) or name == "dynamic"  # which scales only longer texts
 
@@ -74,18 +74,18 @@ def test_a_target_without_scaling_gives_none() -> None:
         assert shape.rope_scaling == {} and shape.rope_theta > 0
     target = make_target()
     cos, sin = shape.attention(target, 32).rotation(POSITIONS)
-    theirs = LlamaRotaryEmbedding(llama(target))(torch.zeros(1), POSITIONS)
-    assert torch.allclose(cos[0], theirs[0][..., :4], atol=1e-6)
-    assert torch.allclose(sin[0], theirs[1][..., :4], atol=1e-6)
+    expected = LlamaRotaryEmbedding(llama(target))(torch.zeros(1), POSITIONS)
+    assert torch.allclose(cos[0], expected[0][..., :4], atol=1e-6)
+    assert torch.allclose(sin[0], expected[1][..., :4], atol=1e-6)
 
 
 def test_scaling_follows_the_heads_own_size(monkeypatch: pytest.MonkeyPatch) -> None:
     target = scaled("llama3", monkeypatch)
     shape = DecoderShape(head_dim=16)
     shape.fill(target)
-    ours, _ = rotary.rotary_frequencies(target.config, 16, 500.0, shape.rope_scaling)
+    frequencies, _ = rotary.rotary_frequencies(target.config, 16, 500.0, shape.rope_scaling)
     bigger = scaled("llama3", monkeypatch, head_dim=16)
-    assert torch.allclose(ours, LlamaRotaryEmbedding(llama(bigger)).inv_freq)
+    assert torch.allclose(frequencies, LlamaRotaryEmbedding(llama(bigger)).inv_freq)
 
 
 def test_a_base_of_its_own_means_no_scaling_but_what_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

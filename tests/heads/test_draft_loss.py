@@ -103,7 +103,7 @@ def test_validation_in_chunks_needs_no_gradient(batch: Batch, target: Target, mo
 
 
 @pytest.mark.parametrize("loss", ["tv", "lk_alpha", "lk_lambda"])
-def test_a_reduced_head_is_judged_by_the_targets_whole_distribution(loss: str, target: Target) -> None:
+def test_a_reduced_head_learns_from_the_targets_whole_distribution(loss: str, target: Target) -> None:
     head = make_head("eagle3", target, steps=1, loss=loss)
     assert isinstance(head, Eagle3)
     batch = collate([sample(target, 12)], 64)

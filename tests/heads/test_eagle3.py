@@ -161,7 +161,7 @@ def test_each_layer_keeps_keys_of_its_own(target: Target, batch: Batch) -> None:
     assert len(keys) == 3 and len({key.data_ptr() for key in keys if key is not None}) == 3
 
 
-def test_steps_weigh_as_told(target: Target, batch: Batch) -> None:
+def test_steps_have_the_given_weights(target: Target, batch: Batch) -> None:
     def loss(**options: Any) -> float:
         return float(step(make_head(target, **options), batch).loss.detach())
 

@@ -149,7 +149,7 @@ def test_a_head_of_no_numbers_is_not_written(target: Target, tmp_path: Path) -> 
     assert not (tmp_path / "head").exists()
 
 
-def test_what_a_folder_says_of_its_head(target: Target, tmp_path: Path) -> None:
+def test_the_info_of_a_head(target: Target, tmp_path: Path) -> None:
     folder = tmp_path / "head"
     meta = {"four_bits": True, "template_kwargs": {"a": 1}, "foreign": "3 of 9", "data": "d", "split": {"seed": 5}}
     save_head(make_head("medusa", target), folder, meta)

@@ -282,7 +282,7 @@ def test_each_node_is_drafted_from_its_own_path(plan: Any, reduced: int, target:
             assert paths[node][-1] == ranked[choice[-1]], choice
 
 
-def test_sampled_drafts_tell_the_law_of_their_path(target: Target) -> None:
+def test_sampled_drafts_have_the_distribution_of_their_path(target: Target) -> None:
     head = make_head(target, random=True, draft_vocab_size=48)
     text = sample(target)
     out = target.forward(text.ids[None, :-1])
@@ -333,7 +333,7 @@ def test_the_prefix_remembers_true_states_alone(target: Target, monkeypatch: pyt
 # ------------------------------------------------------------------------------------------------ options
 
 
-def test_the_prefix_takes_its_shape_from_the_target_unless_told() -> None:
+def test_the_prefix_has_the_targets_shape_unless_given() -> None:
     target = make_target("qwen3-wide-heads")
     config = make_head(target, prefix=True).config
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)

@@ -141,7 +141,7 @@ def test_a_target_of_another_vocabulary_is_refused(
         started(kind, smaller, tmp_path, draft_vocab_size=0 if ids is None else 8)
 
 
-def test_other_weights_of_the_target_are_told(target: Target, tmp_path: Path) -> None:
+def test_a_target_with_other_weights_gives_a_warning(target: Target, tmp_path: Path) -> None:
     earlier("eagle3", target, tmp_path)
     assert other_target(tmp_path, target) == ""
     assert "was trained for target" in other_target(tmp_path, make_target("llama", seed=5))

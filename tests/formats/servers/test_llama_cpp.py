@@ -23,8 +23,8 @@ def test_llama_cpp(tmp_path: Path) -> None:
     _, _, out = export("llama.cpp", "eagle3-other-taps", tmp_path)
     file = read_gguf(out / "model.gguf")
     head = make_head("eagle3-other-taps", tiny("llama")).state_dict()
-    told = {name: value for name, value in file.settings.items() if not name.startswith("tokenizer.")}
-    assert told == {
+    settings_of_file = {name: value for name, value in file.settings.items() if not name.startswith("tokenizer.")}
+    assert settings_of_file == {
         "general.architecture": "eagle3",
         "general.type": "model",
         "general.name": "EAGLE-3 head for org/model",
@@ -62,7 +62,7 @@ def test_llama_cpp(tmp_path: Path) -> None:
         "blk.0.ffn_down.weight": "midlayer.mlp.down_proj.weight",
     }
     assert file.tensors.keys() == same.keys() | {"d2t", "blk.0.attn_q.weight", "blk.0.attn_k.weight"}
-    assert all(torch.equal(file.tensors[theirs], head[ours]) for theirs, ours in same.items())
+    assert all(torch.equal(file.tensors[gguf], head[name]) for gguf, name in same.items())
     query, key = (head[f"midlayer.self_attn.{part}_proj.weight"] for part in "qk")
     first = [0, 4, 1, 5, 2, 6, 3, 7]  # rows of one head of size 8: each beside its partner of the other half
     assert torch.equal(file.tensors["blk.0.attn_q.weight"][:8], query[first])
@@ -110,9 +110,9 @@ def test_pairs_and_halves_are_inverse(heads: int, half: int, inputs: int) -> Non
     pairs = _pairs(rows, heads)
     assert torch.equal(_halves(pairs, heads), rows)
     for head in range(heads):  # first of a half, then its partner of the other half
-        ours, theirs = (x.view(heads, 2 * half, inputs)[head] for x in (rows, pairs))
-        assert torch.equal(theirs[0::2], ours[:half])
-        assert torch.equal(theirs[1::2], ours[half:])
+        rows_of_head, pairs_of_head = (x.view(heads, 2 * half, inputs)[head] for x in (rows, pairs))
+        assert torch.equal(pairs_of_head[0::2], rows_of_head[:half])
+        assert torch.equal(pairs_of_head[1::2], rows_of_head[half:])
 
 
 @given(st.sampled_from([1e-5, 1e-6, 1e-12, 10000.0, 5e5, 1e6, 150000.0, 0.3]))

@@ -23,7 +23,7 @@ def test_sglang_counts_the_layers_whose_outputs_it_reads(tmp_path: Path) -> None
     assert config["eagle_config"] == ids
 
 
-def test_sglang_calls_the_norms_of_later_layers_otherwise(tmp_path: Path) -> None:
+def test_sglang_has_another_name_for_the_norms_of_later_layers(tmp_path: Path) -> None:
     _, tensors, _ = export("sglang", "eagle3-layers", tmp_path)
     head = make_head("eagle3-layers", tiny("llama")).state_dict()
     for i in (1, 2):
@@ -32,7 +32,7 @@ def test_sglang_calls_the_norms_of_later_layers_otherwise(tmp_path: Path) -> Non
     assert torch.equal(tensors["midlayer.hidden_norm.weight"], head["midlayer.hidden_norm.weight"])
 
 
-def test_sglang_eagle_has_a_bias_behind_its_fusion(tmp_path: Path) -> None:
+def test_sglang_eagle_has_a_bias_in_its_fusion(tmp_path: Path) -> None:
     config, tensors, _ = export("sglang", "eagle-layers", tmp_path)
     assert has(config, {"architectures": ["LlamaForCausalLMEagle"], "attention_bias": True})
     zeros = ["fc.bias", "layers.0.self_attn.o_proj.bias", "layers.1.self_attn.o_proj.bias"]
