@@ -27,7 +27,7 @@ from spechead.evaluation.measure import describe_machine
 from spechead.files import difference, read_json, write_json
 from spechead.target.loading import choose_device
 from spechead.training.distributed import start
-from spechead.training.feature_cache import FeatureCache
+from spechead.training.module import FeatureCache
 from spechead.training.recipe import load_recipe
 from spechead.training.train import fit, set_up, validate
 

@@ -1,5 +1,8 @@
 """Chats to token ids, and the mask of the tokens that the assistant wrote, for any chat template.
 
+The keywords of a template, such as enable_thinking, change the text before an answer. A head trained with some and
+used with others drafts worse without any other sign, so that they are recorded and compared.
+
 Most templates do not mark the assistant's text, so it is located by rendering: the prompt of a turn is a prefix of
 the whole chat, and a sentinel in place of an answer shows the text around it. Where neither works, that is an error:
 a wrong mask would silently train on the wrong tokens.
@@ -9,15 +12,19 @@ a wrong mask would silently train on the wrong tokens.
                                                        |-supervised-|
 """
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jinja2.exceptions import TemplateError as JinjaError
 
 from spechead.errors import UserError
+from spechead.files import read_json
 
 SENTINEL = "spechead7sentinel"
 Message = dict[str, str]
+Keywords = dict[str, Any]
 
 
 class TemplateError(UserError):
@@ -33,11 +40,7 @@ class Encoded:
 
 
 def encode(
-    tokenizer: Any,
-    messages: list[Message],
-    template_kwargs: dict[str, Any] | None = None,
-    *,
-    unfinished: bool = False,
+    tokenizer: Any, messages: list[Message], template_kwargs: Keywords | None = None, *, unfinished: bool = False
 ) -> Encoded:
     """Tokenise a whole chat. `unfinished`: the length cap cut the last answer, so that its end is not supervised."""
     text = render(tokenizer, messages, template_kwargs)
@@ -59,17 +62,13 @@ def encode(
     return Encoded(tokens.ids, supervised)
 
 
-def prompt_ids(tokenizer: Any, messages: list[Message], template_kwargs: dict[str, Any] | None = None) -> list[int]:
+def prompt_ids(tokenizer: Any, messages: list[Message], template_kwargs: Keywords | None = None) -> list[int]:
     """Token ids of the chat up to the assistant's answer."""
     return tokenize(tokenizer, prompt_text(tokenizer, messages, template_kwargs))
 
 
 def render(
-    tokenizer: Any,
-    messages: list[Message],
-    template_kwargs: dict[str, Any] | None = None,
-    *,
-    generate: bool = False,
+    tokenizer: Any, messages: list[Message], template_kwargs: Keywords | None = None, *, generate: bool = False
 ) -> str:
     """The chat as text; `generate`: with the opening of an assistant turn at its end."""
     try:
@@ -87,7 +86,7 @@ def tokenize(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def prompt_text(tokenizer: Any, messages: list[Message], template_kwargs: dict[str, Any] | None = None) -> str:
+def prompt_text(tokenizer: Any, messages: list[Message], template_kwargs: Keywords | None = None) -> str:
     """The chat up to the assistant's answer, also for templates that ignore add_generation_prompt."""
     prompt = render(tokenizer, messages, template_kwargs, generate=True)
     plain = render(tokenizer, messages, template_kwargs)
@@ -105,11 +104,7 @@ def prompt_text(tokenizer: Any, messages: list[Message], template_kwargs: dict[s
 
 
 def find_span(
-    tokenizer: Any,
-    messages: list[Message],
-    turn: int,
-    text: str,
-    template_kwargs: dict[str, Any] | None = None,
+    tokenizer: Any, messages: list[Message], turn: int, text: str, template_kwargs: Keywords | None = None
 ) -> tuple[int, int, int]:
     """Character positions in `text` of an assistant turn: its begin, the end of its content, of its terminator."""
     before, after = around(tokenizer, messages, turn, template_kwargs)
@@ -132,9 +127,7 @@ def find_span(
     return start, content_end, end
 
 
-def around(
-    tokenizer: Any, messages: list[Message], turn: int, template_kwargs: dict[str, Any] | None
-) -> tuple[str, str]:
+def around(tokenizer: Any, messages: list[Message], turn: int, template_kwargs: Keywords | None) -> tuple[str, str]:
     """The rendered text before and after the content of one turn."""
     marked = [*messages[:turn], {**messages[turn], "content": SENTINEL}, *messages[turn + 1 :]]
     before, sentinel, after = render(tokenizer, marked, template_kwargs).partition(SENTINEL)
@@ -191,6 +184,31 @@ class Tokenized:
 
     def _before(self, position: int) -> list[int]:
         return self._fixed + tokenize(self.tokenizer, self.text[self._from : position])
+
+
+# ------------------------------------------------------------------------------------------------ keywords
+
+
+def template_warning(used: Keywords, recorded: Keywords | None, what: str) -> str:
+    """One line if the keywords differ, else "". `what`: subject and verb for `recorded`, such as
+    "head runs/a/head was trained"; `recorded` is None where it is unknown."""
+    if recorded is None or used == recorded:
+        return ""
+    return (
+        f"{what} with template keywords {json.dumps(recorded)}, here they are {json.dumps(used)}: "
+        "where the prompts' form differs, drafts fit worse"
+    )
+
+
+def keywords_of_data(source: str) -> Keywords | None:
+    """The keywords with which `spechead data synthesize` wrote the JSONL file `source`, from its .meta.json.
+
+    None without such a record: data of other origin, hub datasets. Raises UserError if the record is not JSON.
+    """
+    path = Path(source + ".meta.json")
+    meta = read_json(path) if path.is_file() else None
+    options = meta.get("options") if isinstance(meta, dict) else None
+    return dict(options.get("template_kwargs") or {}) if isinstance(options, dict) else None
 
 
 # ------------------------------------------------------------------------------------------------ errors

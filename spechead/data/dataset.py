@@ -1,4 +1,4 @@
-"""Conversations to samples, samples to packed batches, and the choice of a draft vocabulary.
+"""Conversations to samples, and samples to packed batches.
 
 Legend: B rows, T tokens.
 """
@@ -191,24 +191,6 @@ def split_validation(samples: Sequence[Sample], share: float, seed: int) -> tupl
     held_out = set(np.random.default_rng(seed).permutation(len(samples))[: max(0, count)].tolist())
     training = [sample for i, sample in enumerate(samples) if i not in held_out]
     return training, [sample for i, sample in enumerate(samples) if i in held_out]
-
-
-def draft_vocabulary(samples: Sequence[Sample], size: int, vocab_size: int, kept: Tensor | None = None) -> Tensor:
-    """Token ids of the rows of a reduced output layer: int64 [size], ascending; those of `kept` are among them.
-
-    The most frequent supervised tokens (of equally frequent ones the smaller id); where the samples contain
-    fewer distinct ones, the smallest of the other ids.
-    """
-    if not 0 < size <= vocab_size:
-        raise UserError(f"draft vocabulary of {size}: the target has {vocab_size} tokens")
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for sample in samples:
-        counts += torch.bincount(sample.ids[sample.supervised], minlength=vocab_size)
-    if kept is not None:
-        counts[kept] += counts.max() + 1
-    # Stable and descending: among equals, and among the unused, ids ascend.
-    order = torch.sort(counts, descending=True, stable=True).indices
-    return order[:size].sort().values
 
 
 # ------------------------------------------------------------------------------------------------ batches

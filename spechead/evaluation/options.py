@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from spechead.data.template_kwargs import template_warning
+from spechead.data.chat import template_warning
 from spechead.decoding.generate import Speculation
 from spechead.decoding.sampling import Sampler
 from spechead.decoding.tree import Plan

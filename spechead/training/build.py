@@ -8,24 +8,17 @@ from pathlib import Path
 
 import torch
 
-from spechead.data.dataset import (
-    Sample,
-    answers_of_other_models,
-    build_samples,
-    draft_vocabulary,
-    read_conversations,
-    split_validation,
-)
-from spechead.data.template_kwargs import keywords_of_data, template_warning
+from spechead.data.chat import keywords_of_data, template_warning
+from spechead.data.dataset import Sample, answers_of_other_models, build_samples, read_conversations, split_validation
+from spechead.data.draft_vocabulary import draft_vocabulary
 from spechead.decoding.tree import parse_tree
 from spechead.heads import HEADS, Head
 from spechead.heads.init_from import InitHead
 from spechead.target.loading import native_bfloat16
 from spechead.target.model import Target
 from spechead.training.distributed import Ranks
-from spechead.training.feature_cache import FeatureCache
 from spechead.training.joint import JointModule
-from spechead.training.module import TrainingModule
+from spechead.training.module import FeatureCache, TrainingModule
 from spechead.training.recipe import Recipe
 
 

@@ -19,8 +19,7 @@ from spechead.heads.losses import hard_cross_entropy, soft_cross_entropy
 from spechead.target.adapter import Adapter
 from spechead.target.model import TargetOutput
 from spechead.training.engine import Group, learning_rate_factor
-from spechead.training.feature_cache import FeatureCache
-from spechead.training.module import StepOutput, TrainingModule
+from spechead.training.module import FeatureCache, StepOutput, TrainingModule
 from spechead.training.recipe import AdapterConfig, OptimConfig
 
 

@@ -5,7 +5,7 @@ Legend: B rows, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from spechead.heads.base import Hits
 from spechead.target.adapter import Adapter
 from spechead.target.model import TargetOutput
 from spechead.training.engine import Group, learning_rate_factor
-from spechead.training.feature_cache import FeatureCache
 from spechead.training.recipe import OptimConfig
 
 
@@ -26,6 +25,24 @@ class StepOutput(NamedTuple):
     loss: Tensor  # float [], summed over supervised positions
     hits: Hits
     parts: Mapping[str, Tensor] = {}  # float [] each, without gradient: the losses in `loss`, where there are several
+
+
+class FeatureCache:
+    """Outputs of the frozen target, so that later epochs skip its forward pass; what exceeds `limit_gb` (2^30 bytes) is
+    not kept."""
+
+    def __init__(self, limit_gb: float) -> None:
+        self._free = limit_gb * 2**30
+        self._outputs: dict[tuple[int, ...], TargetOutput] = {}  # by the sample ids of a batch
+
+    def get(self, rows: Sequence[int]) -> TargetOutput | None:
+        return self._outputs.get(tuple(rows))
+
+    def add(self, rows: Sequence[int], out: TargetOutput) -> None:
+        size = sum(t.numel() * t.element_size() for t in (out.hidden, out.features))
+        if size <= self._free:
+            self._free -= size
+            self._outputs[tuple(rows)] = out
 
 
 class TrainingModule(nn.Module):

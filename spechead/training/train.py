@@ -29,9 +29,8 @@ from spechead.training.build import Data, computes_bf16, load_data, load_target,
 from spechead.training.checkpoints import TrainState
 from spechead.training.distributed import Ranks, start
 from spechead.training.engine import Engine
-from spechead.training.feature_cache import FeatureCache
 from spechead.training.log import NoLog, RunLog, plot_curve
-from spechead.training.module import TrainingModule
+from spechead.training.module import FeatureCache, TrainingModule
 from spechead.training.recipe import Recipe
 from spechead.training.run_folder import CHECKPOINTS, FINISHED, claim, head_meta, refuse_other_recipe, write_head
 from spechead.training.running_metrics import RunningMetrics

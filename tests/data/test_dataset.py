@@ -1,4 +1,4 @@
-"""Reading conversations, building samples, packing, step plans and draft vocabularies."""
+"""Reading conversations, building samples, packing and step plans."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,6 @@ from spechead.data.dataset import (
     build_samples,
     collate,
     count_by_model,
-    draft_vocabulary,
     plan_step,
     read_conversations,
     split_validation,
@@ -162,32 +161,6 @@ def test_a_split_is_a_partition(count: int, share: float, seed: int) -> None:
     assert training, "something must be left to train on"
     assert len(held) == (0 if share == 0 else min(count - 1, max(1, round(share * count))))
     assert split_validation(samples, share, seed) == (training, held)
-
-
-# ------------------------------------------------------------------------------------------------ vocabulary
-
-
-def test_draft_vocabulary_by_hand() -> None:
-    ids = torch.tensor([9, 9, 9, 5, 5, 7, 7, 3, 8, 8, 8, 8])
-    supervised = torch.tensor([True] * 8 + [False] * 4)  # 8 is frequent, but the user's
-    sample = Sample(ids, supervised, 0)
-    assert draft_vocabulary([sample], 1, 16).tolist() == [9]
-    assert draft_vocabulary([sample], 2, 16).tolist() == [5, 9]  # as frequent as 7, but smaller
-    assert draft_vocabulary([sample], 6, 16).tolist() == [0, 1, 3, 5, 7, 9]
-    assert draft_vocabulary([sample], 16, 16).tolist() == list(range(16))
-    with pytest.raises(UserError, match="draft vocabulary of 17"):
-        draft_vocabulary([sample], 17, 16)
-
-
-@given(st.lists(st.integers(0, 19), min_size=1, max_size=60), st.integers(1, 20), st.integers(0, 99))
-def test_draft_vocabulary_holds_the_most_frequent(tokens: list[int], size: int, cut: int) -> None:
-    supervised = torch.arange(len(tokens)) >= cut % len(tokens)
-    vocabulary = draft_vocabulary([Sample(torch.tensor(tokens), supervised, 0)], size, 20)
-    chosen = vocabulary.tolist()
-    assert chosen == sorted(set(chosen)) and len(chosen) == size and vocabulary.dtype == torch.int64
-    counted = [tokens[i] for i in range(len(tokens)) if supervised[i]]
-    worst = min((counted.count(token), -token) for token in chosen)
-    assert all((counted.count(t), -t) < worst for t in range(20) if t not in chosen)
 
 
 # ------------------------------------------------------------------------------------------------ batches

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from spechead.data.dataset import Sample, draft_vocabulary
+from spechead.data.dataset import Sample
+from spechead.data.draft_vocabulary import draft_vocabulary
 from spechead.errors import UserError
 from spechead.heads import HEADS, Head
 from spechead.heads.files import save_head

@@ -27,9 +27,9 @@ from spechead.heads import HEADS
 from spechead.heads.base import ahead
 from spechead.target.model import Target
 from spechead.training.extract_head import ExtractOptions, extract_head
-from spechead.training.feature_cache import FeatureCache
 from spechead.training.joint import JointModule, head_weight
 from spechead.training.log import read_log
+from spechead.training.module import FeatureCache
 from spechead.training.recipe import AdapterConfig
 from spechead.training.train import train
 from tests.helpers.training import flags, kill_after_a_checkpoint, launch, recipe, weights, write_tiny

@@ -10,9 +10,8 @@ import torch
 
 from spechead.training.build import bare_head, computes_bf16, load_data, load_target, make_module
 from spechead.training.distributed import Ranks
-from spechead.training.feature_cache import FeatureCache
 from spechead.training.joint import JointModule
-from spechead.training.module import TrainingModule
+from spechead.training.module import FeatureCache, TrainingModule
 from tests.helpers.training import recipe
 
 FIRST, SECOND = (Ranks(rank, 2, torch.device("cpu")) for rank in (0, 1))

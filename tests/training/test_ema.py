@@ -14,8 +14,8 @@ from torch import nn
 from spechead.training.checkpoints import list_checkpoints, read_weights
 from spechead.training.distributed import start
 from spechead.training.ema import AVERAGE, COUNT, averages, keep_average
-from spechead.training.feature_cache import FeatureCache
 from spechead.training.log import read_log
+from spechead.training.module import FeatureCache
 from spechead.training.train import set_up, train, validate
 from tests.helpers.training import recipe, weights
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from spechead.data.dataset import collate
-from spechead.training.feature_cache import FeatureCache
 from spechead.training.joint import JointModule, head_weight
+from spechead.training.module import FeatureCache
 from spechead.training.recipe import AdapterConfig, OptimConfig
 from tests.helpers.heads import make_head, sample
 from tests.helpers.targets import make_target

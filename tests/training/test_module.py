@@ -9,8 +9,7 @@ import torch
 
 from spechead.data.dataset import collate
 from spechead.target.model import Target, TargetOutput
-from spechead.training.feature_cache import FeatureCache
-from spechead.training.module import TrainingModule
+from spechead.training.module import FeatureCache, TrainingModule
 from spechead.training.recipe import OptimConfig
 from tests.helpers.heads import make_head, sample
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from spechead.data.chat import prompt_ids
-from spechead.data.template_kwargs import keywords_of_data, template_warning
+from spechead.data.chat import keywords_of_data, prompt_ids, template_warning
 from spechead.errors import UserError
 from tests.helpers.targets import make_toy_tokenizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from spechead.target.model import TargetOutput
-from spechead.training.feature_cache import FeatureCache
+from spechead.training.module import FeatureCache
 
 
 def output(rows: int) -> TargetOutput:
