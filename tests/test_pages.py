@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import re
 import shlex
+from functools import wraps
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -65,8 +67,9 @@ def test_commands_parse(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [line for block in blocks(name) for line in block.replace("\\\n", " ").splitlines()]
     for words in (shlex.split(line, comments=True) for line in lines if re.search(r"(^|-m |\d )spechead ", line)):
         command, argv = command_of(words)
-        module = importlib.import_module(f"spechead.{COMMANDS[command].module}")
-        monkeypatch.setattr(module, COMMANDS[command].function, lambda options: None)
+        place = COMMANDS[command]
+        module = importlib.import_module(f"spechead.{place.module}")
+        monkeypatch.setattr(module, place.function, wraps(getattr(module, place.function))(lambda options: None))
         run(command, argv)
 
 
@@ -76,9 +79,9 @@ def test_options_in_the_text_exist(name: str) -> None:
         command, argv = command_of(["spechead", *line.split()])
         if command == "COMMAND":
             continue
-        place = COMMANDS[command]
-        module = "training.recipe" if command == "train" else place.module
-        known = {*leaf_types(getattr(importlib.import_module(f"spechead.{module}"), place.options)), "config", "help"}
+        function = getattr(importlib.import_module(f"spechead.{COMMANDS[command].module}"), COMMANDS[command].function)
+        options = next(iter(get_type_hints(function).values()))
+        known = {*leaf_types(options), "config", "help"}
         flags = {word[2:].replace("-", "_") for word in argv if word.startswith("--")}
         assert flags <= known, line
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 from spechead import __version__, files
 from spechead.errors import EXTRAS, UserError, first_line
@@ -20,56 +20,39 @@ from spechead.errors import EXTRAS, UserError, first_line
 
 @dataclass(frozen=True)
 class Command:
-    """Where a command is: its options class and its function in a module of spechead, and its line of help."""
+    """A function of a module of spechead, whose first parameter is the command's dataclass of options."""
 
     module: str
-    options: str
     function: str
-    help: str
+    help: str  # its line in the table
     positional: bool = False  # required options are bare words
     short_out: bool = False  # -o is --out
 
 
 COMMANDS = {
-    "train": Command("training.train", "Recipe", "train", "train a head from a recipe; the same command resumes"),
-    "eval": Command("evaluation.evaluate", "EvalOptions", "evaluate", "measure acceptance, speed-up and losslessness"),
-    "generate": Command(
-        "cli.generate", "GenerateOptions", "stream_answer", "stream an answer, accepted drafts coloured by depth"
-    ),
+    "train": Command("training.train", "train", "train a head from a recipe; the same command resumes"),
+    "eval": Command("evaluation.evaluate", "evaluate", "measure acceptance, speed-up and losslessness"),
+    "generate": Command("cli.generate", "stream_answer", "stream an answer, accepted drafts coloured by depth"),
     "data synthesize": Command(
-        "data.synthesis.synthesize", "SynthesizeOptions", "synthesize", "let the target write training conversations"
+        "data.synthesis.synthesize", "synthesize", "let the target write training conversations"
     ),
-    "data inspect": Command(
-        "data.inspect", "InspectOptions", "inspect", "show a file's supervised spans, and what is dropped", True
-    ),
+    "data inspect": Command("data.inspect", "inspect", "show a file's supervised spans, and what is dropped", True),
     "extract-head": Command(
-        "training.extract_head", "ExtractOptions", "extract_head", "extract a head from any checkpoint of a run", True
+        "training.extract_head", "extract_head", "extract a head from any checkpoint of a run", True
     ),
     "export": Command(
-        *("formats.export", "ExportOptions", "export"),
-        help="write a head in the format of vLLM, SGLang, llama.cpp and others",
-        short_out=True,
+        "formats.export", "export", "write a head in the format of vLLM, SGLang, llama.cpp and others", short_out=True
     ),
     "import": Command(
-        *("formats.import_head", "ImportOptions", "import_head"),
-        help="convert a published head of another project or server",
-        positional=True,
-        short_out=True,
+        "formats.import_head", "import_head", "convert a published head of another project or server", True, True
     ),
-    "check": Command(
-        "formats.check", "CheckOptions", "check", "check an exported head: names, shapes, settings, drafts", True
-    ),
-    "push": Command(
-        "formats.push", "PushOptions", "push", "upload an exported head to the Hugging Face hub, privately", True
-    ),
+    "check": Command("formats.check", "check", "check an exported head: names, shapes, settings, drafts", True),
+    "push": Command("formats.push", "push", "upload an exported head to the Hugging Face hub, privately", True),
     "search-layers": Command(
-        *("evaluation.search_layers", "SearchOptions", "search"),
-        help="find layers that a target may skip when it drafts for itself",
+        "evaluation.search_layers", "search", "find layers that a target may skip when it drafts for itself"
     ),
-    "tune": Command("evaluation.tune", "TuneOptions", "tune", "choose the tree with which a head drafts fastest here"),
-    "summary": Command(
-        "evaluation.summary", "SummaryOptions", "summary", "show a run's figures, its files and what to try next", True
-    ),
+    "tune": Command("evaluation.tune", "tune", "choose the tree with which a head drafts fastest here"),
+    "summary": Command("evaluation.summary", "summary", "show a run's figures, its files and what to try next", True),
 }
 
 
@@ -79,14 +62,13 @@ def run(name: str, argv: Sequence[str]) -> None:
     options: Any
     if name == "train":  # a recipe's options come from a file, too, and are checked before torch is imported
         options = importlib.import_module("spechead.training.recipe").Recipe.from_cli(list(argv), prog)
-        module = importlib.import_module(f"spechead.{command.module}")
-    else:
+    function = getattr(importlib.import_module(f"spechead.{command.module}"), command.function)
+    if name != "train":
         from spechead.options import parse
 
-        module = importlib.import_module(f"spechead.{command.module}")
         words = ["--out" if command.short_out and word == "-o" else word for word in argv]
-        options = parse(getattr(module, command.options), words, prog, positional=command.positional)
-    getattr(module, command.function)(options)
+        options = parse(get_type_hints(function)["options"], words, prog, positional=command.positional)
+    function(options)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -88,14 +88,22 @@ def test_mistakes_end_in_one_line_and_code_2(argv: list[str], message: str, caps
 
 def test_words_reach_the_command_of_two_words(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[InspectOptions] = []
-    monkeypatch.setattr("spechead.data.inspect.inspect", seen.append)
+
+    def inspect(options: InspectOptions) -> None:
+        seen.append(options)
+
+    monkeypatch.setattr("spechead.data.inspect.inspect", inspect)
     main.main(["data", "inspect", "a.jsonl", "--limit", "3"])
     assert seen == [InspectOptions(file="a.jsonl", limit=3)]
 
 
 def test_export_takes_the_usual_short_flag(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[ExportOptions] = []
-    monkeypatch.setattr("spechead.formats.export.export", seen.append)
+
+    def export(options: ExportOptions) -> None:
+        seen.append(options)
+
+    monkeypatch.setattr("spechead.formats.export.export", export)
     main.main(["export", "--head", "h", "--to", "vllm", "-o", "somewhere"])
     assert seen[0].out == "somewhere"
 
