@@ -13,7 +13,7 @@ from spechead.errors import UserError
 from spechead.heads import Head
 from spechead.heads.base import Role, options_with
 
-Supports = Mapping[str, frozenset[str]]
+Supports = dict[str, frozenset[str]]
 """Kind of head -> the options that the format can express, apart from sizes. Those of training need no support."""
 
 
@@ -46,6 +46,12 @@ def refuse_unsupported(head: Head, server: str, supports: Supports, reasons: Map
 def cannot_export(option: str, value: Any, why: str) -> UserError:
     """The error for a head whose option a server cannot represent."""
     return UserError(f"option head.options.{option}: {value} cannot be exported: {why}")
+
+
+def refuse_reduced(head: Head, why: str) -> None:
+    """Raise UserError for a head with a reduced draft vocabulary."""
+    if head.reduced:
+        raise cannot_export("draft_vocab_size", head.draft_size, why)
 
 
 def refuse_adapter(adapter: str, server: str) -> None:

@@ -212,7 +212,7 @@ def _target(manifest: dict[str, Any] | None, target: Target) -> Iterator[Line]:
 
 
 def _settings(folder: Path, foreign: ForeignHead, target: Target) -> Iterator[Line]:
-    """What the settings say, against the target and the tensors."""
+    """Compare the settings with the target and the tensors."""
     path = folder / CONFIG
     config = read_config(path) if path.is_file() else {}
     config = config.get("transformer_layer_config") or config

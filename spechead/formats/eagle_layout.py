@@ -177,7 +177,7 @@ def require_default_taps(head: Head, server: str) -> None:
     """Refuse other taps, for servers whose files cannot name them."""
     layers, taps = list(head.config.layers), default_taps(head.target.n_layers)
     if layers != taps:
-        raise cannot_export("layers", layers, f"{server} taps {taps} of this target, whatever the files say")
+        raise cannot_export("layers", layers, f"{server} taps {taps} of this target, whatever the files contain")
 
 
 def refuse_outer_taps(head: Head, server: str, first: int = 0) -> None:

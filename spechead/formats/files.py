@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from spechead.errors import UserError
-from spechead.files import read_json, reason, replacing
+from spechead.files import read_json, reason, replacing, write_json
 from spechead.formats.gguf_file import read_gguf
-from spechead.heads.files import read_tensors
+from spechead.heads.files import read_tensors, write_tensors
 from spechead.target.loading import dtype_name
 
 CONFIG, WEIGHTS, MANIFEST, CARD = "config.json", "model.safetensors", "spechead.json", "README.md"
@@ -39,6 +39,12 @@ def new_folder(out: Path, option: str = "out") -> Iterator[Path]:
     with replacing(out) as scratch:
         scratch.mkdir()
         yield scratch
+
+
+def write_files(folder: Path, settings: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write config.json and model.safetensors."""
+    write_json(folder / CONFIG, settings)
+    write_tensors(folder / WEIGHTS, tensors)
 
 
 def read_config(path: Path) -> dict[str, Any]:

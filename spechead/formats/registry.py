@@ -5,7 +5,6 @@ Each refuses by name everything of a head that its server would ignore or misrea
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -22,28 +21,12 @@ from spechead.target.model import Target
 class Format(Protocol):
     """What the module of a format defines."""
 
-    @property
-    def SERVER(self) -> str:
-        """The program, and the version whose code defines the format."""
-
-    @property
-    def SUPPORTS(self) -> Supports: ...
-
-    @property
-    def REASONS(self) -> Mapping[str, str]:
-        """Option of a head -> why it is not supported."""
-
-    @property
-    def IF_MISSING(self) -> str:
-        """What the server does if a tensor is missing."""
-
-    @property
-    def IF_UNKNOWN(self) -> str:
-        """What the server does with a tensor that it does not know."""
-
-    @property
-    def NAMES_TARGET(self) -> bool:
-        """Whether the files name the target that is loaded with them."""
+    SERVER: str  # the program, and the version whose code defines the format
+    SUPPORTS: Supports
+    REASONS: dict[str, str]  # option of a head -> why it is not supported
+    IF_MISSING: str  # what the server does if a tensor is missing
+    IF_UNKNOWN: str  # what the server does with a tensor that it does not know
+    NAMES_TARGET: bool  # whether the files name the target that is loaded with them
 
     def save(self, head: Head, folder: Path, info: ExportInfo) -> None:
         """Write the files into an existing folder. Raises UserError for what the server would ignore or misread."""

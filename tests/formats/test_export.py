@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -121,15 +122,15 @@ def test_what_reads_back_as_another_head_is_not_kept(tmp_path: Path, monkeypatch
     """As when an exporter mixes up two tensors."""
     from spechead.formats.servers import vllm
 
-    right = vllm.write_tensors
+    right = vllm.write_files
 
-    def mixed(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    def mixed(folder: Path, settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         tensors = dict(tensors)
         gate, up = (f"midlayer.mlp.{part}_proj.weight" for part in ("gate", "up"))
         tensors[gate], tensors[up] = tensors[up], tensors[gate]
-        right(path, tensors)
+        right(folder, settings, tensors)
 
-    monkeypatch.setattr(vllm, "write_tensors", mixed)
+    monkeypatch.setattr(vllm, "write_files", mixed)
     with pytest.raises(UserError, match="are not the head: .*gate_proj.weight.*they are removed"):
         write_export(make_head("eagle3", tiny("llama")), "vllm", tmp_path / "out", export_info(tiny("llama"), tmp_path))
     assert not (tmp_path / "out").exists()

@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from spechead.errors import UserError
-from spechead.files import write_json
 from spechead.formats import eagle_layout
-from spechead.formats.capabilities import ExportInfo, cannot_export, refuse_unsupported
-from spechead.formats.files import CONFIG, WEIGHTS, read_config, read_weights
+from spechead.formats.capabilities import ExportInfo, cannot_export, refuse_reduced, refuse_unsupported
+from spechead.formats.files import CONFIG, WEIGHTS, read_config, read_weights, write_files
 from spechead.formats.foreign_head import ForeignHead
 from spechead.heads import Head
-from spechead.heads.files import write_tensors
 from spechead.target.model import Target
 
 SERVER = "EAGLE (SafeAILab, 2026)"
@@ -46,8 +44,7 @@ def save(head: Head, folder: Path, info: ExportInfo) -> None:
         eagle_layout.refuse_output_bias(head, SERVER)
         _refuse_unlike_project(head)
         config |= {"bias": head.config.fc_bias, "qkv_bias": head.config.attention_bias}
-    write_json(folder / CONFIG, config)
-    write_tensors(folder / WEIGHTS, eagle_layout.tensors(head, info.dtype))
+    write_files(folder, config, eagle_layout.tensors(head, info.dtype))
 
 
 def load(folder: Path, target: Target) -> ForeignHead:
@@ -85,9 +82,7 @@ def _no_norms(config: dict[str, Any]) -> dict[str, bool]:
 
 def _refuse_unlike_project(head: Head) -> None:
     c = head.config
-    if head.reduced:
-        why = "EAGLE computes drafts with the target's whole output layer"
-        raise cannot_export("draft_vocab_size", head.draft_size, why)
+    refuse_reduced(head, "EAGLE computes drafts with the target's whole output layer")
     if c.head_dim * c.num_attention_heads != c.hidden_size:
         size = c.hidden_size / c.num_attention_heads
         raise cannot_export("head_dim", c.head_dim, f"EAGLE uses hidden_size / num_attention_heads = {size:g}")

@@ -1,7 +1,7 @@
 """The Medusa project's own files, which other servers read as well: numbered tensors in medusa_lm_head.safetensors.
 
-From the code of FasterDecoding/Medusa in 2024, whose from_pretrained builds five heads, whatever the files say. Each
-head has an output layer over the whole vocabulary.
+From the code of FasterDecoding/Medusa in 2024, whose from_pretrained builds five heads, whatever the files contain.
+Each head has an output layer over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from spechead.errors import UserError
 from spechead.files import write_json
 from spechead.formats import eagle_layout
-from spechead.formats.capabilities import ExportInfo, cannot_export, refuse_unsupported
+from spechead.formats.capabilities import ExportInfo, cannot_export, refuse_reduced, refuse_unsupported
 from spechead.formats.files import CONFIG, read_config, read_weights, shorten
 from spechead.formats.foreign_head import ForeignHead
 from spechead.heads import Head
@@ -39,7 +39,7 @@ def save(head: Head, folder: Path, info: ExportInfo) -> None:
     """Write config.json and medusa_lm_head.safetensors; raises UserError for what Medusa would ignore or misread."""
     refuse_unsupported(head, SERVER, SUPPORTS, REASONS)
     if head.config.n_heads != _HEADS:
-        why = f"Medusa's from_pretrained builds {_HEADS} heads, whatever the files say"
+        why = f"Medusa's from_pretrained builds {_HEADS} heads, whatever the files contain"
         raise cannot_export("n_heads", head.config.n_heads, why)
     write(head, folder, info, SERVER)
 
@@ -50,7 +50,7 @@ def load(folder: Path, target: Target) -> ForeignHead:
     if foreign.config["n_heads"] != _HEADS:
         raise UserError(
             f"medusa_num_heads is {foreign.config['n_heads']}: Medusa's from_pretrained builds {_HEADS} heads, "
-            "whatever the files say (--format tgi reads any number)"
+            "whatever the files contain (--format tgi reads any number)"
         )
     if foreign.config["n_layers"] > 1:
         raise UserError("medusa_num_layers is above 1: Medusa uses the same weights for all blocks of a head")
@@ -69,9 +69,7 @@ def serve_command(head: Head, folder: str, info: ExportInfo) -> str:
 
 def write(head: Head, folder: Path, info: ExportInfo, server: str) -> None:
     """Write the files of a head that the server supports."""
-    if head.reduced:
-        why = f"{server} uses row numbers of the output layer as tokens"
-        raise cannot_export("draft_vocab_size", head.draft_size, why)
+    refuse_reduced(head, f"{server} uses row numbers of the output layer as tokens")
     c = head.config
     config = {
         "medusa_num_heads": c.n_heads,

@@ -14,13 +14,11 @@ from pathlib import Path
 import torch
 
 from spechead.errors import UserError
-from spechead.files import write_json
 from spechead.formats import eagle_layout
-from spechead.formats.capabilities import ExportInfo, cannot_export, refuse_unsupported
-from spechead.formats.files import CONFIG, WEIGHTS, read_config, read_weights
+from spechead.formats.capabilities import ExportInfo, refuse_reduced, refuse_unsupported
+from spechead.formats.files import CONFIG, read_config, read_weights, write_files
 from spechead.formats.foreign_head import ForeignHead
 from spechead.heads import Head
-from spechead.heads.files import write_tensors
 from spechead.target.model import Target
 
 SERVER = "SGLang 0.5.23"
@@ -53,17 +51,14 @@ def save(head: Head, folder: Path, info: ExportInfo) -> None:
             config["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids}
     else:
         eagle_layout.refuse_output_bias(head, SERVER)
-        if head.reduced:
-            why = "SGLang reads an EAGLE head's vocabulary from a pickled token map, which is not written"
-            raise cannot_export("draft_vocab_size", head.draft_size, why)
+        refuse_reduced(head, "SGLang reads an EAGLE head's vocabulary from a pickled token map, which is not written")
         size = head.config.hidden_size
         config |= {"architectures": ["LlamaForCausalLMEagle"], "attention_bias": head.config.attention_bias}
         tensors.setdefault("fc.bias", torch.zeros(size, dtype=info.dtype))  # SGLang's fusion always has one
         if head.config.attention_bias:  # SGLang then has one after the attention as well
             for i in range(head.config.n_layers):
                 tensors[f"layers.{i}.self_attn.o_proj.bias"] = torch.zeros(size, dtype=info.dtype)
-    write_json(folder / CONFIG, config)
-    write_tensors(folder / WEIGHTS, tensors)
+    write_files(folder, config, tensors)
 
 
 def load(folder: Path, target: Target) -> ForeignHead:

@@ -10,13 +10,11 @@ import json
 from pathlib import Path
 
 from spechead.errors import UserError
-from spechead.files import write_json
 from spechead.formats import eagle_layout
 from spechead.formats.capabilities import ExportInfo, refuse_unsupported
-from spechead.formats.files import CONFIG, WEIGHTS, read_config, read_weights
+from spechead.formats.files import CONFIG, read_config, read_weights, write_files
 from spechead.formats.foreign_head import ForeignHead, own_embedding, stored_embedding
 from spechead.heads import Head
-from spechead.heads.files import write_tensors
 from spechead.target.model import Target
 
 SERVER = "speculators 0.9 and vLLM 0.32"
@@ -59,8 +57,7 @@ def save(head: Head, folder: Path, info: ExportInfo) -> None:
         tensors[f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name] = tensor
     own = own_embedding(head.target)  # without any, the library's class silently uses zeros
     tensors["embed_tokens.weight"] = (stored_embedding(head.target) if own is None else own).to(info.dtype)
-    write_json(folder / CONFIG, config)
-    write_tensors(folder / WEIGHTS, tensors)
+    write_files(folder, config, tensors)
 
 
 def load(folder: Path, target: Target) -> ForeignHead:

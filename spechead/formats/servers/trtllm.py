@@ -8,14 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from spechead.errors import UserError
-from spechead.files import write_json
 from spechead.formats import eagle_layout
 from spechead.formats.capabilities import ExportInfo, refuse_unsupported
-from spechead.formats.files import CONFIG, WEIGHTS, read_config, read_weights
+from spechead.formats.files import CONFIG, read_config, read_weights, write_files
 from spechead.formats.foreign_head import ForeignHead
 from spechead.formats.servers import medusa_project
 from spechead.heads import Head
-from spechead.heads.files import write_tensors
 from spechead.target.model import Target
 
 SERVER = "TensorRT-LLM 1.1"
@@ -48,8 +46,7 @@ def save(head: Head, folder: Path, info: ExportInfo) -> None:
     config = {"architectures": ["LlamaForCausalLMEagle3"]} | eagle_layout.llama_config(head, info)
     config |= {"draft_vocab_size": head.draft_size, "bias": False} | eagle_layout.norms(head.config)
     config["eagle_config"] = {"norm_before_fc": head.config.norm_before_fc}  # where TensorRT-LLM reads this one
-    write_json(folder / CONFIG, config)
-    write_tensors(folder / WEIGHTS, eagle_layout.tensors(head, info.dtype))
+    write_files(folder, config, eagle_layout.tensors(head, info.dtype))
 
 
 def load(folder: Path, target: Target) -> ForeignHead:

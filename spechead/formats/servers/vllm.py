@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from spechead.errors import UserError
-from spechead.files import write_json
 from spechead.formats import eagle_layout
-from spechead.formats.capabilities import ExportInfo, cannot_export, refuse_unsupported
-from spechead.formats.files import CONFIG, WEIGHTS, read_config, read_weights
+from spechead.formats.capabilities import ExportInfo, refuse_reduced, refuse_unsupported
+from spechead.formats.files import CONFIG, read_config, read_weights, write_files
 from spechead.formats.foreign_head import ForeignHead, own_embedding
 from spechead.heads import Head
-from spechead.heads.files import write_tensors
 from spechead.target.loading import dtype_name
 from spechead.target.model import Target
 
@@ -43,8 +41,7 @@ def save(head: Head, folder: Path, info: ExportInfo) -> None:
     """Write config.json and model.safetensors; raises UserError for what vLLM would ignore or misread."""
     refuse_unsupported(head, SERVER, SUPPORTS, REASONS)
     config, tensors = {"eagle": _eagle, "eagle3": _eagle3, "medusa": _medusa}[head.kind](head, info)
-    write_json(folder / CONFIG, config)
-    write_tensors(folder / WEIGHTS, tensors)
+    write_files(folder, config, tensors)
 
 
 def load(folder: Path, target: Target) -> ForeignHead:
@@ -97,9 +94,7 @@ def _layers(config: dict[str, Any], target: Target) -> list[int]:
 
 def _eagle(head: Head, info: ExportInfo) -> tuple[dict[str, Any], dict[str, Tensor]]:
     eagle_layout.refuse_output_bias(head, SERVER)
-    if head.reduced:
-        why = "vLLM computes EAGLE drafts with the target's whole output layer"
-        raise cannot_export("draft_vocab_size", head.draft_size, why)
+    refuse_reduced(head, "vLLM computes EAGLE drafts with the target's whole output layer")
     config = {"architectures": ["LlamaForCausalLM"]} | eagle_layout.llama_config(head, info)
     config["qkv_bias"] = head.config.attention_bias  # attention_bias would add one after the attention, too
     return config, eagle_layout.tensors(head, info.dtype) | _embedding(head, info)
@@ -116,9 +111,7 @@ def _embedding(head: Head, info: ExportInfo) -> dict[str, Tensor]:
 
 def _medusa(head: Head, info: ExportInfo) -> tuple[dict[str, Any], dict[str, Tensor]]:
     c = head.config
-    if head.reduced:
-        why = "vLLM 0.32 fails to load a reduced vocabulary (token_map); train with draft_vocab_size 0"
-        raise cannot_export("draft_vocab_size", head.draft_size, why)
+    refuse_reduced(head, "vLLM 0.32 fails to load a reduced vocabulary (token_map); train with draft_vocab_size 0")
     config = {
         "architectures": ["MedusaModel"],
         "model_type": "medusa",
