@@ -20,7 +20,7 @@ _OUTPUT = "lm_head"  # prefix of the tensors that have a row for each token of t
 _MAPS = ("d2t", "t2d")
 
 
-def other_target(folder: Path, target: Target) -> str:
+def target_warning(folder: Path, target: Target) -> str:
     """A warning if the head in `folder` was trained for a target with other weights, else ""."""
     info = read_info(folder)
     if info.fingerprint == target.fingerprint:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from spechead.errors import UserError
 from spechead.files import flush
 from spechead.training.ema import averages, keep_average
+from spechead.training.recipe import OptimConfig
 
 
 def learning_rate_factor(schedule: str, total: int, warmup_share: float, floor: float) -> Callable[[int], float]:
@@ -51,19 +52,15 @@ class Engine:
     """One module under DeepSpeed: forward, backward, step, and checkpoints that resume bit-exactly.
 
     `groups` contain the module's trainable parameters, in its order; the attribute `lr` is the first group's rate.
-    `ema`: decay of the running average of the weights, 0 for none.
+    `accumulation`: micro steps of an optimizer step.
     """
 
     def __init__(
         self,
         module: nn.Module,
         groups: Sequence[Group],
+        optim: OptimConfig,
         *,
-        betas: tuple[float, float],
-        weight_decay: float,
-        ema: float,
-        clip_norm: float,
-        micro_batch: int,
         accumulation: int,
         zero_stage: int,
         bf16: bool,
@@ -73,16 +70,16 @@ class Engine:
         parts: list[dict[str, Any]] = [
             {"params": [p for p in g.parameters if p.requires_grad], "lr": g.lr} for g in groups
         ]
-        self._masters = torch.optim.AdamW(parts, betas=betas, weight_decay=weight_decay, fused=True)
+        self._masters = torch.optim.AdamW(parts, betas=optim.betas, weight_decay=optim.weight_decay, fused=True)
         self._engine, *_ = deepspeed.initialize(
             model=module,
             model_parameters=[parameter for part in parts for parameter in part["params"]],
             optimizer=self._masters,
             lr_scheduler=lambda inner: torch.optim.lr_scheduler.LambdaLR(inner, [g.factor for g in groups]),
             config={
-                "train_micro_batch_size_per_gpu": micro_batch,
+                "train_micro_batch_size_per_gpu": optim.micro_batch_size,
                 "gradient_accumulation_steps": accumulation,
-                "gradient_clipping": clip_norm,
+                "gradient_clipping": optim.clip_norm,
                 "zero_optimization": {"stage": zero_stage},
                 "zero_allow_untested_optimizer": True,
                 "bf16": {"enabled": bf16},
@@ -90,9 +87,9 @@ class Engine:
             },
         )
         self._masters.register_step_post_hook(_not_begun)
-        if ema:  # only now, since DeepSpeed's initialisation may take a step that moves nothing
-            keep_average(self._masters, ema)
-        self.module, self.accumulation, self._ema = module, accumulation, ema
+        if optim.ema:  # only now, since DeepSpeed's initialisation may take a step that moves nothing
+            keep_average(self._masters, optim.ema)
+        self.module, self.accumulation, self._ema = module, accumulation, optim.ema
         self.lr = self.grad_norm = math.nan  # of the last step
         self._norm_hidden = zero_stage == 0 and not bf16  # DeepSpeed clips there without reporting the norm
 

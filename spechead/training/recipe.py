@@ -191,19 +191,12 @@ class Recipe:
     """All settings of a training run."""
 
     target: TargetConfig = field(default_factory=TargetConfig)
-    """The language model that the head drafts for."""
     data: DataConfig = field(default_factory=DataConfig)
-    """The conversations to train on."""
     head: HeadRecipe = field(default_factory=HeadRecipe)
-    """The head to train."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
-    """Training the target along with the head."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """The optimizer and its schedule."""
     engine: EngineConfig = field(default_factory=EngineConfig)
-    """How the training is carried out."""
     log: LogConfig = field(default_factory=LogConfig)
-    """What is logged and saved, and how often."""
     seed: Annotated[int, Range(0, below=2**32)] = 0
     """Random seed of the initial weights, the split and the order of the samples."""
     out: str = ""

@@ -21,7 +21,7 @@ from spechead.errors import UserError
 from spechead.files import locked, refuse_unwritable, write_json
 from spechead.heads import Head
 from spechead.heads.files import has_head
-from spechead.heads.init_from import other_target
+from spechead.heads.init_from import target_warning
 from spechead.progress import Progress
 from spechead.target.loading import choose_device
 from spechead.training import checkpoints
@@ -83,16 +83,12 @@ def set_up(recipe: Recipe, ranks: Ranks, cache: FeatureCache) -> Run:
     total = optim.total_steps(len(data.training))
     refuse_idle_patience(recipe, total, len(data.validation))
     module = make_module(recipe, target, data.training, cache, total)
-    if ranks.first and recipe.head.init_from and (warning := other_target(Path(recipe.head.init_from), target)):
+    if ranks.first and recipe.head.init_from and (warning := target_warning(Path(recipe.head.init_from), target)):
         print(f"warning: {warning}", file=sys.stderr)
     engine = Engine(
         module,
         module.groups(optim, total),
-        betas=optim.betas,
-        weight_decay=optim.weight_decay,
-        ema=optim.ema,
-        clip_norm=optim.clip_norm,
-        micro_batch=optim.micro_batch_size,
+        optim,
         accumulation=accumulation,
         zero_stage=recipe.engine.zero_stage,
         bf16=bf16,
@@ -119,9 +115,11 @@ def fit(run: Run) -> TrainState:
     It ends after the last step, or when `optim.patience` runs out. A checkpoint comes before a validation, so that a
     validation that fails costs nothing, and another after the best one so far: the head may be made from it.
     """
-    every, patience = run.recipe.log, run.recipe.optim.patience
+    options, patience = run.recipe.log, run.recipe.optim.patience
     state = checkpoints.resume(run.out / CHECKPOINTS, run.engine, run.ranks)
-    log = open_log(run, state.step)
+    log: RunLog | NoLog = NoLog()
+    if run.ranks.first:
+        log = RunLog(run.out, options.wandb, options.project, run.recipe.to_dict(), resume=state.step)
     metrics = RunningMetrics(run.module.head, run.module.parts)
     with Progress("train", run.total, "step", done=state.step, quiet=not run.ranks.first) as progress:
         if state.step and state.step not in dict(state.validations):  # interrupted between checkpoint and validation
@@ -129,10 +127,10 @@ def fit(run: Run) -> TrainState:
         while state.step < run.total and not state.should_stop(patience):
             train_step(run, state, metrics)
             progress.advance(note=metrics.note)
-            if _due(state.step, every.every, run.total) or _due(state.step, every.validate_every, run.total):
+            if _due(state.step, options.every, run.total) or _due(state.step, options.validate_every, run.total):
                 rates = {"lr": run.engine.lr, "grad_norm": run.engine.grad_norm, "tokens": state.tokens}
                 log.record(state.step, metrics.values(run.ranks) | rates)
-            if _due(state.step, every.checkpoint_every, run.total):
+            if _due(state.step, options.checkpoint_every, run.total):
                 save(run, state)
             validate_if_due(run, state, log)
     log.close()
@@ -171,14 +169,6 @@ def train_step(run: Run, state: TrainState, metrics: RunningMetrics) -> None:
     _refuse_skipped(run.engine, step)
     state.step, state.tokens = step, state.tokens + supervised
     metrics.add_seconds(time.monotonic() - began)
-
-
-def open_log(run: Run, step: int) -> RunLog | NoLog:
-    """The log of this process, continued after `step`."""
-    if not run.ranks.first:
-        return NoLog()
-    options = run.recipe.log
-    return RunLog(run.out, options.wandb, options.project, run.recipe.to_dict(), resume=step)
 
 
 def micro_batches(run: Run, step: int) -> list[Batch]:

@@ -15,7 +15,7 @@ from spechead.data.draft_vocabulary import draft_vocabulary
 from spechead.errors import UserError
 from spechead.heads import HEADS, Head
 from spechead.heads.files import save_head
-from spechead.heads.init_from import other_target
+from spechead.heads.init_from import target_warning
 from spechead.target.model import Target
 from spechead.training.build import make_head
 from spechead.training.recipe import HeadRecipe, Recipe
@@ -144,8 +144,8 @@ def test_a_target_of_another_vocabulary_is_refused(
 
 def test_a_target_with_other_weights_gives_a_warning(target: Target, tmp_path: Path) -> None:
     earlier("eagle3", target, tmp_path)
-    assert other_target(tmp_path, target) == ""
-    assert "was trained for target" in other_target(tmp_path, make_target("llama", seed=5))
+    assert target_warning(tmp_path, target) == ""
+    assert "was trained for target" in target_warning(tmp_path, make_target("llama", seed=5))
 
 
 def test_training_may_differ(target: Target, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from spechead.errors import UserError
 from spechead.training.distributed import start
 from spechead.training.engine import Engine, Group, learning_rate_factor
+from spechead.training.recipe import OptimConfig
 
 
 @pytest.mark.parametrize("schedule,last", [("cosine", 0.1), ("linear", 0.1), ("constant", 1.0)])
@@ -34,13 +35,13 @@ class Product(nn.Module):
         return ((self.first + self.second) * x).sum()
 
 
-def make_engine(second: Callable[[int], float] = lambda step: 1.0, **options: Any) -> Engine:
+def make_engine(second: Callable[[int], float] = lambda step: 1.0, ema: float = 0.0, **options: Any) -> Engine:
     start(torch.device("cpu"))
     module = Product()
     groups = [Group([module.first], 0.1, lambda step: 1.0), Group([module.second], 0.1, second)]
-    defaults: dict[str, Any] = {"betas": (0.9, 0.99), "weight_decay": 0.0, "ema": 0.0, "clip_norm": 0.0}
-    defaults |= {"micro_batch": 1, "accumulation": 1, "zero_stage": 0, "bf16": False}
-    return Engine(module, groups, **defaults | options)
+    optim = OptimConfig(betas=(0.9, 0.99), clip_norm=0.0, ema=ema)
+    defaults: dict[str, Any] = {"accumulation": 1, "zero_stage": 0, "bf16": False}
+    return Engine(module, groups, optim, **defaults | options)
 
 
 def take_step(engine: Engine, *inputs: float) -> None:
