@@ -103,14 +103,6 @@ def interval(
 # ------------------------------------------------------------------------------------------------ theory
 
 
-def expected_tokens(alpha: float, length: int) -> float:
-    """Tokens per pass of a chain of `length` drafts, each accepted with probability alpha (arXiv 2211.17192):
-    (1 - alpha^(K+1)) / (1 - alpha), the bonus token included. alpha 0.8, K 5: 3.69."""
-    if alpha == 1:
-        return length + 1.0
-    return float((1 - alpha ** (length + 1)) / (1 - alpha))
-
-
 def pass_cost(v: float, depth: float, c: float, rest: float = 0.0) -> float:
     """v + d c + o: seconds of one speculative pass / seconds of one plain pass; also the acceptance length at
     which speculation breaks even. v: verifying the tree / one plain pass; c: one draft step / one plain pass;

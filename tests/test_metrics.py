@@ -129,18 +129,6 @@ def test_interval_leaves_out_resamples_without_a_value() -> None:
 # ------------------------------------------------------------------------------------------------ theory
 
 
-def test_expected_tokens() -> None:
-    assert metrics.expected_tokens(0.8, 5) == pytest.approx(3.68928)
-    assert metrics.expected_tokens(0.0, 5) == 1
-    assert metrics.expected_tokens(1.0, 5) == 6
-    assert metrics.expected_tokens(0.5, 1) == 1.5
-
-
-@given(st.floats(0, 0.999), st.integers(0, 12))
-def test_expected_tokens_is_one_plus_the_sum_of_powers(alpha: float, length: int) -> None:
-    assert metrics.expected_tokens(alpha, length) == pytest.approx(1 + sum(alpha**k for k in range(1, length + 1)))
-
-
 def test_speed_model() -> None:
     assert metrics.pass_cost(1.2, 3, 0.1, 0.05) == pytest.approx(1.55)
     assert metrics.predicted_speedup(3.1, 1.2, 3, 0.1, 0.05) == pytest.approx(2.0)

@@ -36,10 +36,9 @@ class GenerateOptions(DecodingOptions):
     system: str = ""
     """The system turn; empty: the default of the chat template."""
     drafter: str = ""
-    """Training-free drafter, in place of a head. prompt_lookup (n-grams of the sequence itself; the default is
-    prompt_lookup:ngram=3,match=first, or match=latest); draft_model:FOLDER (a smaller model with the same tokenizer);
-    self:0-9,20-29 (the target's layers to draft with); staged:self:20-29+self:0-1 (the second drafts for the first:
-    prompt_lookup, a model, or layers, whose numbers are relative to the first: here layers 20 and 21)."""
+    """Training-free drafter, in place of a head: prompt_lookup or prompt_lookup:ngram=3,match=latest (n-grams of the
+    sequence itself), draft_model:FOLDER (a smaller model with the same tokenizer), self:0-9,20-29 (layers of the
+    target), staged:self:20-29+prompt_lookup (the second drafts for the first)."""
     tree: str = ""
     """Tree of drafts: chain:3, static:[[0],[1],[0,0]] or dynamic:nodes=15,depth=4,topk=3. Append ,floor=0.1 to stop
     expanding paths below that probability (prompt_lookup ignores it). Empty: the drafter's own."""

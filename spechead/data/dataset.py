@@ -185,7 +185,7 @@ def split_validation(samples: Sequence[Sample], share: float, seed: int) -> tupl
     """(training, validation), disjoint, each in the given order. Any share above 0 holds out at least one
     sample, and at least one is left for training."""
     if not 0 <= share < 1:
-        raise UserError(f"validation share {share}: must be at least 0 and below 1")
+        raise UserError(f"option data.validation_share: must be at least 0 and below 1, got {share}")
     count = 0 if share == 0 else max(1, round(share * len(samples)))
     count = min(count, len(samples) - 1)
     held_out = set(np.random.default_rng(seed).permutation(len(samples))[: max(0, count)].tolist())

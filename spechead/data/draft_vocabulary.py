@@ -19,7 +19,9 @@ def draft_vocabulary(samples: Sequence[Sample], size: int, vocab_size: int, kept
     fewer than `size`, the smallest other ids follow. Raises UserError for more than the target's `vocab_size` tokens.
     """
     if not 0 < size <= vocab_size:
-        raise UserError(f"draft vocabulary of {size}: the target has {vocab_size} tokens")
+        raise UserError(
+            f"option head.options.draft_vocab_size: must be above 0 and at most the target's {vocab_size}, got {size}"
+        )
     counts = torch.zeros(vocab_size, dtype=torch.long)
     for sample in samples:
         counts += torch.bincount(sample.ids[sample.supervised], minlength=vocab_size)

@@ -1,6 +1,6 @@
 """The protocol of drafters, which heads and training-free drafters implement.
 
-Legend: n tokens committed since the last proposal, K tapped layers, H hidden size.
+Legend: n tokens committed since the last proposal, P prompt tokens.
 """
 
 from __future__ import annotations

@@ -84,11 +84,7 @@ def suite_entry(pairs: Sequence[Comparison], labels: dict[str, Any]) -> dict[str
         "without_prefill": _speed([_seconds_and_tokens(pair, prefill=False) for pair in pairs]),
         "generate_ratio": _generate_ratio(pairs),
         "generate_equal": _generate_equal(pairs),
-        "lossless": {
-            "checked": checked,
-            "equal": checked - len(divergences),
-            "divergences": divergences,
-        },
+        "lossless": {"checked": checked, "equal": checked - len(divergences), "divergences": divergences},
         "plain_passes": sum(pair.plain.stats.passes for pair in pairs),
         "seconds": _phases([pair.speculative for pair in pairs]),
         "plain_seconds": _phases([pair.plain for pair in pairs]),
@@ -134,14 +130,9 @@ Quad = tuple[float, float, float, float]  # plain seconds, plain tokens, specula
 
 def _seconds_and_tokens(pair: Comparison, prefill: bool = True) -> Quad:
     """Without prefill, the first token is left out too: the prefill yields it."""
-    if prefill:
-        return (
-            pair.plain.seconds,
-            len(pair.plain.tokens),
-            pair.speculative.seconds,
-            len(pair.speculative.tokens),
-        )
     plain, speculative = pair.plain, pair.speculative
+    if prefill:
+        return plain.seconds, len(plain.tokens), speculative.seconds, len(speculative.tokens)
     return (
         plain.seconds - plain.stats.seconds["prefill"],
         len(plain.tokens) - 1,

@@ -19,27 +19,9 @@ from spechead.data.prompts import balanced
 from spechead.decoding.detokenize import StreamDetokenizer
 from spechead.decoding.generate import generate
 from spechead.errors import UserError
-from spechead.evaluation.aggregate import (
-    Comparison,
-    Decoded,
-    Reference,
-    divergence,
-    prediction,
-    prompt_rows,
-    suite_entry,
-)
-from spechead.evaluation.measure import (
-    DEFAULT_PROMPTS,
-    MeasureOptions,
-    Mode,
-    Question,
-    decode,
-    decode_by_generate,
-    describe_machine,
-    encode_prompts,
-    make_modes,
-    verify_costs,
-)
+from spechead.evaluation import aggregate, measure
+from spechead.evaluation.aggregate import Comparison, Decoded, Reference
+from spechead.evaluation.measure import DEFAULT_PROMPTS, MeasureOptions, Mode, Question
 from spechead.evaluation.options import DecodingOptions
 from spechead.evaluation.page import write_html
 from spechead.evaluation.report import print_report
@@ -81,13 +63,13 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
     _check_writable(out)
 
     target = options.load_target()
-    modes = make_modes(options, target)
+    modes = measure.make_modes(options, target)
     for mode in modes:
         options.speculation(mode.plan)  # refuses a drafter's own tree if the options do not fit it
-    questions = encode_prompts(prompts, target, options, options.seed)
+    questions = measure.encode_prompts(prompts, target, options, options.seed)
 
-    comparisons = measure(target, modes, questions, options)
-    costs = verify_costs(target, [mode.plan.nodes + 1 for mode in modes])
+    comparisons = compare(target, modes, questions, options)
+    costs = measure.verify_costs(target, [mode.plan.nodes + 1 for mode in modes])
     main = comparisons[modes[0].name]
     report = {
         "schema": 1,
@@ -96,11 +78,11 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
         "kind": modes[0].kind,
         "dtype": options.precision,
         "device": str(target.device),
-        "machine": describe_machine(target.device),
+        "machine": measure.describe_machine(target.device),
         "settings": _settings(options, modes, target),
         "suites": _suites(options, modes, comparisons, costs),
         "examples": [_example(pair, modes[0], target) for pair in _first_of_each_category(main)],
-        "runs": [row for mode in modes for row in prompt_rows(comparisons[mode.name], options.labels(mode))],
+        "runs": [row for mode in modes for row in aggregate.prompt_rows(comparisons[mode.name], options.labels(mode))],
     }
     write_json(out / "report.json", report)
     write_html(report, out / "report.html")
@@ -142,7 +124,7 @@ def _check_writable(out: Path) -> None:
 Comparisons = dict[str, list[Comparison]]  # by the name of the mode, in the order of the prompts
 
 
-def measure(target: Target, modes: Sequence[Mode], questions: Sequence[Question], options: EvalOptions) -> Comparisons:
+def compare(target: Target, modes: Sequence[Mode], questions: Sequence[Question], options: EvalOptions) -> Comparisons:
     """Decode every question plainly and in every mode, interleaved in alternating order, after a warm-up."""
     decoders: dict[str, Callable[[Question], Decoded]] = {PLAIN: partial(_decode, target, options)}
     decoders |= {mode.name: partial(_decode, target, options, mode=mode) for mode in modes}
@@ -171,15 +153,15 @@ def measure(target: Target, modes: Sequence[Mode], questions: Sequence[Question]
     comparisons: Comparisons = {}
     for mode in modes:
         pairs = zip(questions, outputs[PLAIN], outputs[mode.name], references, strict=True)
-        comparisons[mode.name] = [_compare(target, options, *pair) for pair in pairs]
+        comparisons[mode.name] = [_comparison(target, options, *pair) for pair in pairs]
     return comparisons
 
 
 def _decode(target: Target, options: EvalOptions, question: Question, mode: Mode | None = None) -> Decoded:
     sampler = options.sampler(question.seed)
     if mode is None:
-        return decode(target, question, sampler=sampler)
-    return decode(target, question, mode.drafter, speculation=options.speculation(mode.plan), sampler=sampler)
+        return measure.decode(target, question, sampler=sampler)
+    return measure.decode(target, question, mode.drafter, speculation=options.speculation(mode.plan), sampler=sampler)
 
 
 def _decode_by_generate(target: Target, options: EvalOptions, question: Question) -> Reference:
@@ -189,10 +171,10 @@ def _decode_by_generate(target: Target, options: EvalOptions, question: Question
         cuts = {"top_k": options.top_k, "top_p": options.top_p, "min_p": options.min_p or None}
         settings |= {"do_sample": True, "temperature": options.temperature, **cuts}
         torch.manual_seed(question.seed)
-    return replace(decode_by_generate(target, question, **settings), comparable=options.temperature == 0)
+    return replace(measure.decode_by_generate(target, question, **settings), comparable=options.temperature == 0)
 
 
-def _compare(
+def _comparison(
     target: Target,
     options: EvalOptions,
     question: Question,
@@ -204,7 +186,7 @@ def _compare(
     two best logits at that position."""
     if not options.comparable:
         return Comparison(question.prompt, plain, speculative, reference, comparable=False)
-    difference = divergence(question.prompt, plain.tokens, speculative.tokens)
+    difference = aggregate.divergence(question.prompt, plain.tokens, speculative.tokens)
     if difference is not None:
         gaps = generate(
             target,
@@ -236,12 +218,12 @@ def _suites(
     for mode, v in zip(modes, costs, strict=True):
         labels, pairs = options.labels(mode), comparisons[mode.name]
         name = f"{stem}@{mode.plan if mode.head else mode.name}" if suites else stem
-        suites[name] = suite_entry(pairs, labels)
-        suites[name]["predicted"] = prediction(suites[name], v)
+        suites[name] = aggregate.suite_entry(pairs, labels)
+        suites[name]["predicted"] = aggregate.prediction(suites[name], v)
         if name == stem:
             for category in dict.fromkeys(pair.prompt.category for pair in pairs):
                 chosen = [pair for pair in pairs if pair.prompt.category == category]
-                suites[f"{stem}/{category}"] = suite_entry(chosen, labels)
+                suites[f"{stem}/{category}"] = aggregate.suite_entry(chosen, labels)
     return suites
 
 

@@ -12,7 +12,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 INK = "#010203"  # placeholder for the text colour of the page, see `_svg`
-BLUE, ORANGE, GREEN, PINK, GREY = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#808080"
+BLUE, ORANGE, GREEN, PINK = "#0072b2", "#e69f00", "#009e73", "#cc79a7"
 PHASES = {"verify": (BLUE, ""), "draft": (ORANGE, "//"), "commit": (GREEN, ".."), "other": (PINK, "xx")}
 LOOK: Any = {
     "svg.fonttype": "none",
@@ -34,12 +34,7 @@ def acceptance(entry: Mapping[str, Any]) -> str:
     conditional = [(k, rate) for k, rate in enumerate(entry["conditional_acceptance"], 1) if rate is not None]
 
     def draw(axes: Any) -> None:
-        axes.plot(
-            *_columns(conditional),
-            "s--",
-            color=ORANGE,
-            label="conditional: given that all before were accepted",
-        )
+        axes.plot(*_columns(conditional), "s--", color=ORANGE, label="conditional: given that all before were accepted")
         axes.plot(range(1, len(survival) + 1), survival, "o-", color=BLUE, label="survival: all up to here accepted")
         axes.set_ylim(0, 1.02)
         axes.set_xticks(range(1, len(survival) + 1))

@@ -11,14 +11,8 @@ from typing import Annotated
 
 import torch
 
-from spechead.data.dataset import (
-    Conversation,
-    Sample,
-    answers_of_other_models,
-    build_samples,
-    read_conversations,
-    split_validation,
-)
+from spechead.data import dataset
+from spechead.data.dataset import Conversation, Sample
 from spechead.data.prompts import Prompt, balanced, read_prompts
 from spechead.decoding.generate import Speculation, generate
 from spechead.decoding.tree import chain
@@ -124,16 +118,16 @@ def calibration_texts(options: TuneOptions, target: Target) -> list[Sample]:
     if options.prompts:
         return _answer(read_prompts(Path(options.prompts)), options, target)
     if options.data:
-        conversations = read_conversations(options.data)
+        conversations = dataset.read_conversations(options.data)
         texts = _samples(conversations, options, target)[: options.limit]
-        if warning := answers_of_other_models([conversations[text.row] for text in texts], target.name):
+        if warning := dataset.answers_of_other_models([conversations[text.row] for text in texts], target.name):
             print(f"data: {warning}; the target may not write such texts", file=sys.stderr)
         return texts
     data, seed = held_out_split(options.head_info())
-    conversations = read_conversations(data.sources(), data.limit)
+    conversations = dataset.read_conversations(data.sources(), data.limit)
     texts = _samples(conversations, options, target, data.max_length)
-    held_out = split_validation(texts, data.validation_share, seed)[1][: options.limit]
-    if not answers_of_other_models([conversations[text.row] for text in held_out], target.name):
+    held_out = dataset.split_validation(texts, data.validation_share, seed)[1][: options.limit]
+    if not dataset.answers_of_other_models([conversations[text.row] for text in held_out], target.name):
         return held_out
     first = [next(m["content"] for m in conversations[t.row]["messages"] if m["role"] == "user") for t in held_out]
     return _answer([Prompt(number, "sample", text) for number, text in enumerate(first)], options, target)
@@ -161,7 +155,8 @@ def held_out_split(info: HeadInfo) -> tuple[DataConfig, int]:
 def _samples(
     conversations: Sequence[Conversation], options: TuneOptions, target: Target, length: int = DataConfig.max_length
 ) -> list[Sample]:
-    return build_samples(conversations, target.tokenizer, min(length, target.max_positions), options.template()).items
+    length = min(length, target.max_positions)
+    return dataset.build_samples(conversations, target.tokenizer, length, options.template()).items
 
 
 def _answer(prompts: Sequence[Prompt], options: TuneOptions, target: Target) -> list[Sample]:

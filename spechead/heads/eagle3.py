@@ -5,7 +5,7 @@ the head's own drafting ("training-time test"), so that training and drafting se
 EAGLE-3.1 are options. Tensor names are those that vLLM loads; additional layers are pre-norm decoder layers named
 `layers.1` and so on.
 
-Legend: B batch, T rows, K tapped layers, H hidden size, D draft vocabulary, n positions.
+Legend: B batch, T rows, H hidden size, D draft vocabulary, n positions.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Eagle3(UnrolledHead):
             start_near_identity(additional, target)
 
     def start(self, out: TargetOutput) -> Tensor:
-        features = out.features.to(self.dtype)  # [B, T, K*H]
+        features = out.features.to(self.dtype)  # [B, T, taps*H]
         if self.config.norm_before_fc:
             features = self.input_norm(features)
         if self.config.fc_norm:

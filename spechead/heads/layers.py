@@ -1,6 +1,6 @@
 """The building blocks of heads: norm, rotary positions, gated MLP, and attention with a pattern given by the caller.
 
-Legend: B batch, T rows, S keys, N query heads, G key/value heads, D head size, H hidden size.
+Legend: B batch, T rows, S keys, N query heads, G key/value heads, C head size, H hidden size.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""attend(query [B, N, T, D], key [B, G, T, D], value [B, G, T, D]) -> [B, N, T, D]; may cache keys and values."""
+"""attend(query [B, N, T, C], key [B, G, T, C], value [B, G, T, C]) -> [B, N, T, C]; may cache keys and values."""
 
 
 class RMSNorm(nn.Module):
@@ -41,7 +41,7 @@ class GatedMLP(nn.Module):
 
 
 class Rotary:
-    """Rotary positions (arXiv 2104.09864) with given inverse frequencies [D/2].
+    """Rotary positions (arXiv 2104.09864) with given inverse frequencies [C/2].
 
     Not a module buffer, so that the frequencies stay float32 when a head is cast. `factor` multiplies cosine and sine,
     as YaRN requires (arXiv 2309.00071).
@@ -52,18 +52,18 @@ class Rotary:
 
     @classmethod
     def plain(cls, size: int, theta: float) -> Rotary:
-        """Frequencies theta^(-2i/D) for heads of `size` D, without scaling."""
+        """Frequencies theta^(-2i/C) for heads of `size` C, without scaling."""
         return cls(theta ** -(torch.arange(size // 2, dtype=torch.float32) / (size // 2)))
 
     def __call__(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [B, 1, T, D/2], float32, of the angles at positions [B, T]."""
+        """Cosine and sine [B, 1, T, C/2], float32, of the angles at positions [B, T]."""
         self._frequencies = self._frequencies.to(positions.device)
         angle = positions[:, None, :, None].float() * self._frequencies
         return angle.cos() * self._factor, angle.sin() * self._factor
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate x [B, heads, T, D] by its position (halves layout), in float32."""
+    """Rotate x [B, heads, T, C] by its position (halves layout), in float32."""
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
@@ -94,7 +94,7 @@ class Attention(nn.Module):
         out = attend(rotary(query, cos, sin), rotary(key, cos, sin), value)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
-    def _heads(self, x: Tensor) -> Tensor:  # [B, T, heads*D] -> [B, heads, T, D]
+    def _heads(self, x: Tensor) -> Tensor:  # [B, T, heads*C] -> [B, heads, T, C]
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 

@@ -7,8 +7,8 @@ import hashlib
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -92,11 +92,9 @@ class Adapter:
         _refuse_unmergeable(self._wrapped)
         config.base_model_name_or_path = name
 
-    @contextmanager
-    def off(self) -> Iterator[None]:
-        """The model without the adapter."""
-        with self._wrapped.disable_adapter():
-            yield
+    def off(self) -> AbstractContextManager[None]:
+        """Within the context, the model is without the adapter."""
+        return self._wrapped.disable_adapter()
 
     def train(self, mode: bool) -> None:
         """Switch the adapter's dropout on or off, never the model's."""

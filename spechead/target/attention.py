@@ -3,7 +3,7 @@
 transformers copies keys and values for every query group when an explicit mask is given, which makes the verification
 of a tree slower than necessary. Without a mask, several queries are causal.
 
-Legend: B batch, N query heads, G key/value heads, Q queries, S keys, D head size.
+Legend: B batch, N query heads, G key/value heads, Q queries, S keys, C head size.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ NAME = "spechead"
 
 def shared_group_attention(
     module: nn.Module,
-    query: Tensor,  # [B, N, Q, D]
-    key: Tensor,  # [B, G, S, D]
-    value: Tensor,  # [B, G, S, D]
+    query: Tensor,  # [B, N, Q, C]
+    key: Tensor,  # [B, G, S, C]
+    value: Tensor,  # [B, G, S, C]
     attention_mask: Tensor | None,  # additive or bool, [B, 1, Q, S]
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -31,7 +31,7 @@ def shared_group_attention(
     is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The signature of transformers' AttentionInterface. Returns [B, Q, N, D]."""
+    """The signature of transformers' AttentionInterface. Returns [B, Q, N, C]."""
     causal = attention_mask is None and query.shape[2] > 1 and is_causal is not False
     if softcap:
         return _softcapped(query, key, value, attention_mask, scaling, softcap, causal), None
@@ -42,7 +42,7 @@ def shared_group_attention(
 def grouped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None, causal: bool = False
 ) -> Tensor:
-    """SDPA [B, N, Q, D] whose query groups share keys and values. On an accelerator, with a mask, keys and values are
+    """SDPA [B, N, Q, C] whose query groups share keys and values. On an accelerator, with a mask, keys and values are
     copied: only the slowest kernel shares them there."""
     shared = query.shape[1] != key.shape[1]
     if shared and mask is not None and query.device.type != "cpu":

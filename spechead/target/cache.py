@@ -2,7 +2,7 @@
 
 The only file that uses the cache API of transformers.
 
-Legend: B batch, G key/value heads, S stored tokens, D head size.
+Legend: B batch, G key/value heads, S stored tokens, C head size.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class KVBuffer:
 
     def __init__(self) -> None:
         self.length = 0
-        self._keys: Tensor | None = None  # [B, G, capacity, D]
-        self._values: Tensor | None = None  # [B, G, capacity, D]
+        self._keys: Tensor | None = None  # [B, G, capacity, C]
+        self._values: Tensor | None = None  # [B, G, capacity, C]
 
     @property
     def capacity(self) -> int:
@@ -31,7 +31,7 @@ class KVBuffer:
         return 0 if self._keys is None else self._keys.shape[2]
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store [B, G, n, D] more rows; returns views of all rows, [B, G, S, D]."""
+        """Store [B, G, n, C] more rows; returns views of all rows, [B, G, S, C]."""
         end = self.length + keys.shape[2]
         if self._keys is None or self._values is None or self.capacity < end:
             self._keys = self._grown(self._keys, keys, end)
@@ -92,22 +92,17 @@ class KVCache(Cache):
 
     def __init__(self) -> None:
         super().__init__(layer_class_to_replicate=_Layer)
-        self._lengths: list[int] | None = None  # None: all rows are as long as the longest
+        self.lengths: list[int] | None = None  # tokens of each row; None: all rows are `length` long
 
     @property
     def length(self) -> int:
         """Columns in use: tokens of the longest row."""
         return max((layer.buffer.length for layer in self.layers), default=0)  # a skipped layer has none
 
-    @property
-    def lengths(self) -> list[int] | None:
-        """Tokens of each row; None where all are `length` long."""
-        return self._lengths
-
     def keep(self, paths: Sequence[Sequence[int]], width: int) -> None:
         """After trees were appended from column `width` on, keep the nodes `paths[row]` (ascending, the root first) of
         each row, after the row's own tokens."""
-        before = self._lengths or [width] * len(paths)
+        before = self.lengths or [width] * len(paths)
         after = [length + len(path) for length, path in zip(before, paths, strict=True)]
         moves = [
             (row, width + node, before[row] + i)
@@ -121,26 +116,26 @@ class KVCache(Cache):
             if moves and layer.buffer.length:
                 layer.buffer.move(rows, source, place)
             layer.buffer.crop(max(after))
-        self._lengths = after if min(after) < max(after) else None
+        self.lengths = after if min(after) < max(after) else None
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Set the number of tokens of each row after prompts of unequal length were stored, padded on the right."""
-        self._lengths = list(lengths) if min(lengths) < self.length else None
+        self.lengths = list(lengths) if min(lengths) < self.length else None
 
     def select(self, index: Tensor) -> None:
         """Keep the batch rows `index` [n]."""
-        if self._lengths is not None:
-            self._lengths = [self._lengths[row] for row in index.tolist()]
-        longest = max(self._lengths or [self.length])
-        if self._lengths is not None and min(self._lengths) == longest:
-            self._lengths = None
+        if self.lengths is not None:
+            self.lengths = [self.lengths[row] for row in index.tolist()]
+        longest = max(self.lengths or [self.length])
+        if self.lengths is not None and min(self.lengths) == longest:
+            self.lengths = None
         for layer in self.layers:
             layer.buffer.select(index)
             layer.buffer.crop(longest)
 
     def crop(self, length: int) -> None:
         """Drop all tokens from position `length` on."""
-        if self._lengths is not None:
-            self._lengths = [min(own, length) for own in self._lengths] if min(self._lengths) < length else None
+        if self.lengths is not None:
+            self.lengths = [min(own, length) for own in self.lengths] if min(self.lengths) < length else None
         for layer in self.layers:
             layer.buffer.crop(length)

@@ -1,6 +1,6 @@
 """The 4-D attention masks of a target: trees, batches of unequal length, sliding windows.
 
-Legend: B batch, T new tokens, P tokens in the cache.
+Legend: B batch, T new tokens, S tokens in the cache.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def attention_masks(
     optional: bool,
     by_type: bool,
 ) -> Any:
-    """Additive masks [B, 1, T, P+T]: each new token sees the cached tokens of its row and its `visible` new tokens, in
+    """Additive masks [B, 1, T, S+T]: each new token sees the cached tokens of its row and its `visible` new tokens, in
     sliding layers only those inside the window.
 
     `lengths`: cached tokens of each row; None where all have `past`. `optional`: the attention function needs no mask
@@ -51,14 +51,14 @@ def attention_masks(
     plain = optional and visible is None and lengths is None and (past == 0 or new == 1)
     if plain and not in_reach:
         return dict.fromkeys(types) if by_type else None
-    columns = torch.arange(past, device=positions.device)  # [P]; a token's column is its position
-    allowed = _allowed(columns, lengths, visible, batch, new)  # [B, T, P+T]
+    columns = torch.arange(past, device=positions.device)  # [S]; a token's column is its position
+    allowed = _allowed(columns, lengths, visible, batch, new)  # [B, T, S+T]
     full = None if plain else _additive(allowed, dtype)
     sliding = full
     types = types or ({FULL} if window is None else {SLIDING})
     if window is not None and in_reach and SLIDING in types:
-        keys = torch.cat([columns.expand(batch, past), positions], -1)  # [B, P+T]
-        inside = positions[:, :, None] - keys[:, None, :] < window  # [B, T, P+T]
+        keys = torch.cat([columns.expand(batch, past), positions], -1)  # [B, S+T]
+        inside = positions[:, :, None] - keys[:, None, :] < window  # [B, T, S+T]
         sliding = _additive(allowed & inside, dtype)
     if by_type:
         return {kind: sliding if kind == SLIDING else full for kind in types}
@@ -66,7 +66,7 @@ def attention_masks(
 
 
 def _allowed(columns: Tensor, lengths: list[int] | None, visible: Tensor | None, batch: int, new: int) -> Tensor:
-    """bool [B, T, P+T]: the tokens that each new token may attend to, without a window."""
+    """bool [B, T, S+T]: the tokens that each new token may attend to, without a window."""
     past, device = columns.shape[0], columns.device
     if visible is None:
         visible = torch.ones(new, new, dtype=torch.bool, device=device).tril()[None]
@@ -76,5 +76,5 @@ def _allowed(columns: Tensor, lengths: list[int] | None, visible: Tensor | None,
     return torch.cat([(columns < limits).expand(batch, new, past), visible.expand(batch, new, new)], -1)
 
 
-def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:  # bool [B, T, S] -> [B, 1, T, S]
+def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:  # bool [B, T, S+T] -> [B, 1, T, S+T]
     return torch.zeros_like(allowed, dtype=dtype).masked_fill_(~allowed, torch.finfo(dtype).min)[:, None]

@@ -3,7 +3,7 @@
 No modeling code is copied: forward hooks keep the tapped layers, and explicit 4-D masks with position ids describe a
 tree or packed documents.
 
-Legend: B batch, T new tokens, P tokens in the cache, H hidden size, K tapped layers, V vocabulary.
+Legend: B batch, T new tokens, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,21 +20,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spechead.errors import UserError
-from spechead.target import attention
+from spechead.target import attention, loading
 from spechead.target.adapter import Adapter
 from spechead.target.cache import KVCache
 from spechead.target.families import decoder_layers, decoder_of, eos_ids, scaled_logits, takes_mask_dict, with_module
-from spechead.target.loading import (
-    DTYPES,
-    choose_device,
-    dtype_name,
-    fingerprint,
-    load_in_four_bits,
-    load_model,
-    load_tokenizer,
-    merge_adapter,
-    native_bfloat16,
-)
 from spechead.target.masks import attention_masks, refuse_unknown_layers
 from spechead.target.packed_linear import PackedLinear, can_pack, pack_linears
 from spechead.target.taps import Taps
@@ -45,7 +34,7 @@ class TargetOutput:
     """The output of one target forward. Rows are positions."""
 
     hidden: Tensor  # [B, T, H] after the final norm: the input of the output layer
-    features: Tensor  # [B, T, K*H] the tapped layers, concatenated in the order of the taps; K may be 0
+    features: Tensor  # [B, T, taps*H] the tapped layers in the order of the taps, of which there may be none
 
     def rows(self, index: Tensor) -> TargetOutput:
         """The positions `index` [n] of every batch row, in that order."""
@@ -112,21 +101,21 @@ class Target:
         original weights. `pack`: for fast decoding on a CPU, see packed_linear.py. Raises UserError where the target
         cannot be loaded, or trees cannot be verified with it.
         """
-        chosen = choose_device(device)
-        if dtype not in DTYPES:
-            raise UserError(f"option dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
-        model = load_model(name, trust_remote_code=trust_remote_code)
-        digest = fingerprint(model)  # of the weights as they are stored
+        chosen = loading.choose_device(device)
+        if dtype not in loading.DTYPES:
+            raise UserError(f"option dtype: {dtype!r} is not one of {', '.join(loading.DTYPES)}")
+        model = loading.load_model(name, trust_remote_code=trust_remote_code)
+        digest = loading.fingerprint(model)  # of the weights as they are stored
         if adapter:
-            digest = merge_adapter(model, adapter, digest, name)
+            digest = loading.merge_adapter(model, adapter, digest, name)
         stored = model
         if four_bits:
-            model = load_in_four_bits(name, DTYPES[dtype], chosen, trust_remote_code)
+            model = loading.load_in_four_bits(name, loading.DTYPES[dtype], chosen, trust_remote_code)
         else:
             for parameter in model.parameters():  # buffers, such as rotary frequencies, keep their precision
-                parameter.data = parameter.data.to(chosen, DTYPES[dtype])
+                parameter.data = parameter.data.to(chosen, loading.DTYPES[dtype])
             model.to(chosen)
-        tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code)
+        tokenizer = loading.load_tokenizer(name, trust_remote_code=trust_remote_code)
         target = cls(model, tokenizer, name, adapter)
         target.fingerprint = digest
         if four_bits:
@@ -155,12 +144,12 @@ class Target:
         """
         if name != "auto":
             return name
-        return "bfloat16" if native_bfloat16(self.device) else dtype_name(self.dtype)
+        return "bfloat16" if loading.native_bfloat16(self.device) else loading.dtype_name(self.dtype)
 
     @cached_property
     def fingerprint(self) -> str:
         """Identifies the weights; independent of the dtype that they were loaded in."""
-        return fingerprint(self.model)
+        return loading.fingerprint(self.model)
 
     def forward(
         self,
@@ -187,12 +176,7 @@ class Target:
         arguments = {self.cache_keyword: cache, "use_cache": cache is not None}
         tapped = Taps(self._blocks, taps)
         with torch.set_grad_enabled(gradient), tapped:
-            out = self.decoder(
-                input_ids=ids,
-                position_ids=positions,
-                attention_mask=mask,
-                **arguments,
-            )
+            out = self.decoder(input_ids=ids, position_ids=positions, attention_mask=mask, **arguments)
         hidden = out.last_hidden_state  # [B, T, H]
         return TargetOutput(hidden, tapped.features(hidden))
 

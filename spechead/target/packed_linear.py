@@ -37,13 +37,10 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
 
-def pack_linears(module: nn.Module) -> int:
-    """Replace every plain nn.Linear under `module` by a `PackedLinear`, in place; returns their number."""
-    count = 0
+def pack_linears(module: nn.Module) -> None:
+    """Replace every plain nn.Linear under `module` by a `PackedLinear`, in place."""
     for name, child in list(module.named_children()):
         if type(child) is nn.Linear and can_pack(child.weight.device, child.weight.dtype):
             setattr(module, name, PackedLinear(child))
-            count += 1
         else:
-            count += pack_linears(child)
-    return count
+            pack_linears(child)

@@ -1,6 +1,6 @@
 """Forward hooks that record the hidden states of the tapped layers.
 
-Legend: B batch, T tokens, K tapped layers, H hidden size.
+Legend: B batch, T tokens, H hidden size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Taps:
             hook.remove()
 
     def features(self, last_hidden: Tensor) -> Tensor:
-        """[B, T, K*H] in the order of the taps; the last index is the state after the final norm."""
+        """[B, T, taps*H] in the order of the taps; the last index is the state after the final norm."""
         states = [self._states.get(layer, last_hidden) for layer in self._taps]
         return torch.cat(states, -1) if states else last_hidden[..., :0]
 

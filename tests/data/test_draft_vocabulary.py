@@ -18,7 +18,7 @@ def test_draft_vocabulary_by_hand() -> None:
     assert draft_vocabulary([sample], 2, 16).tolist() == [5, 9]  # as frequent as 7, but smaller
     assert draft_vocabulary([sample], 6, 16).tolist() == [0, 1, 3, 5, 7, 9]
     assert draft_vocabulary([sample], 16, 16).tolist() == list(range(16))
-    with pytest.raises(UserError, match="draft vocabulary of 17"):
+    with pytest.raises(UserError, match="draft_vocab_size: must be above 0 and at most the target's 16, got 17"):
         draft_vocabulary([sample], 17, 16)
 
 

@@ -133,7 +133,7 @@ def test_a_draft_model_is_loaded_in_the_targets_way(folder: Path) -> None:
 
 def test_what_drafts_is_bfloat16_where_that_is_fast(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     for fast in (True, False):
-        monkeypatch.setattr("spechead.target.model.native_bfloat16", lambda device, fast=fast: fast)
+        monkeypatch.setattr("spechead.target.loading.native_bfloat16", lambda device, fast=fast: fast)
         assert target.drafting_dtype("auto") == ("bfloat16" if fast else "float32")
         assert target.drafting_dtype("float16") == "float16"
 

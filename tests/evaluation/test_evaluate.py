@@ -134,7 +134,7 @@ def fake(monkeypatch: pytest.MonkeyPatch, use: Use) -> FakeDecoder:
     monkeypatch.setattr(evaluate, "generate", decoder)
     monkeypatch.setattr(measure, "generate", decoder)
     monkeypatch.setattr(measure.time, "perf_counter", decoder.perf_counter)
-    monkeypatch.setattr(evaluate, "verify_costs", lambda _, sizes: [1.5 for _ in sizes])
+    monkeypatch.setattr(measure, "verify_costs", lambda _, sizes: [1.5 for _ in sizes])
     return decoder
 
 

@@ -144,8 +144,10 @@ def test_conversations_that_the_target_wrote_are_no_warning(folder: Path, capsys
 
 
 def test_by_default_it_is_what_the_recipes_keep_out_of_training(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    read = tune.read_conversations
-    monkeypatch.setattr(tune, "read_conversations", lambda source, _: read(source, 120))  # the whole takes a while
+    read = tune.dataset.read_conversations
+    monkeypatch.setattr(
+        tune.dataset, "read_conversations", lambda source, _: read(source, 120)
+    )  # the whole takes a while
     options = tune.TuneOptions(head=str(folder / "head"), limit=3, max_new_tokens=4)
     options.template = dict  # type: ignore[method-assign]
     texts = tune.calibration_texts(options, make_target())

@@ -43,7 +43,7 @@ class Draw:
 
 
 @dataclass
-class Written:
+class Continuation:
     """The continuation of one prompt; the token that ended it is not in `tokens`."""
 
     tokens: list[int] = field(default_factory=list)
@@ -67,9 +67,9 @@ def continue_batch(
     stop_ids: Collection[int],
     draw: Draw,
     seed: int = 0,
-) -> list[Written]:
+) -> list[Continuation]:
     """Continue every prompt until one of `stop_ids` or the cap; results in the order of the prompts."""
-    written = [Written() for _ in prompts]
+    written = [Continuation() for _ in prompts]
     if not prompts:
         return written
     device = target.device

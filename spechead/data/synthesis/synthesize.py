@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from spechead.data import chat
 from spechead.data.prompts import read_prompts
-from spechead.data.synthesis.batch_decode import Draw, Written, continue_batch, use_batch_attention
+from spechead.data.synthesis.batch_decode import Continuation, Draw, continue_batch, use_batch_attention
 from spechead.data.synthesis.filters import SeenPrompts, refuse_answer, refuse_prompt
 from spechead.data.synthesis.prompt_kinds import KINDS
 from spechead.errors import UserError
@@ -225,27 +225,23 @@ class Writer:
 
     def batches(
         self, what: str, texts: list[str], cap: int, stops: frozenset[int], draw: Draw, seed: int
-    ) -> list[Written]:
+    ) -> list[Continuation]:
         """Continue all texts, those of similar length together; results in the order of the texts."""
         ids = [chat.tokenize(self.target.tokenizer, text) for text in texts]
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
         size = self.options.batch_size
-        done: dict[int, Written] = {}
+        done: dict[int, Continuation] = {}
         for number, start in enumerate(range(0, len(order), size)):
             self.progress.advance(0, note=f"{what} {start}/{len(order)}")
             rows = order[start : start + size]
+            batch = [ids[i] for i in rows]
             written = continue_batch(
-                self.target,
-                [ids[i] for i in rows],
-                max_new_tokens=cap,
-                stop_ids=stops,
-                draw=draw,
-                seed=seed + number,
+                self.target, batch, max_new_tokens=cap, stop_ids=stops, draw=draw, seed=seed + number
             )
             done.update(zip(rows, written, strict=True))
         return [done[i] for i in range(len(texts))]
 
-    def cut(self, written: Written, closing: str) -> tuple[str, bool]:
+    def cut(self, written: Continuation, closing: str) -> tuple[str, bool]:
         """The user's text, and whether the turn was ended, by a token or by the text of the closing."""
         text = self.target.tokenizer.decode(written.tokens, skip_special_tokens=False)
         marker = closing.strip()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from spechead.data.synthesis import synthesize as module
-from spechead.data.synthesis.batch_decode import Written
+from spechead.data.synthesis.batch_decode import Continuation
 from spechead.data.synthesis.prompt_kinds import KINDS
 from spechead.data.synthesis.synthesize import (
     SynthesizeOptions,
@@ -35,7 +35,7 @@ class Script:
         self.tokenizer, self.calls, self.stop_after = tokenizer, 0, 10**9
         self.seen: list[str] = []
 
-    def __call__(self, target: Target, prompts: Sequence[Sequence[int]], **options: Any) -> list[Written]:
+    def __call__(self, target: Target, prompts: Sequence[Sequence[int]], **options: Any) -> list[Continuation]:
         self.calls += 1
         if self.calls > self.stop_after:
             raise KeyboardInterrupt
@@ -44,7 +44,7 @@ class Script:
         self.seen += texts
         return [self.write(text.endswith("assistant\n"), chooser, options) for text in texts]
 
-    def write(self, answering: bool, chooser: random.Random, options: dict[str, Any]) -> Written:
+    def write(self, answering: bool, chooser: random.Random, options: dict[str, Any]) -> Continuation:
         if answering:
             text = " ".join(chooser.sample(NOUNS, 6))
             return self.written(text, finished=chooser.random() < 0.5)
@@ -53,8 +53,8 @@ class Script:
         words = [chooser.choice(VERBS), *chooser.sample(NOUNS, 5)]
         return self.written(f" {' '.join(words)}?", finished=True)
 
-    def written(self, text: str, finished: bool) -> Written:
-        return Written(self.tokenizer(text, add_special_tokens=False)["input_ids"], finished)
+    def written(self, text: str, finished: bool) -> Continuation:
+        return Continuation(self.tokenizer(text, add_special_tokens=False)["input_ids"], finished)
 
 
 @pytest.fixture
