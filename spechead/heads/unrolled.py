@@ -28,7 +28,7 @@ from spechead.target.model import TargetOutput
 
 
 @dataclass
-class DraftState:
+class HeadCache:
     """A head's KV cache for one sequence: committed rows, made from the target's true features."""
 
     rows: list[KVBuffer] = field(default_factory=list)  # one for each decoder layer
@@ -93,12 +93,12 @@ class UnrolledHead(Head):
         hidden, attends[:] = checkpoint(advance, hidden, attends.copy(), use_reentrant=False, preserve_rng_state=False)
         return hidden
 
-    def new_state(self, prompt: Tensor) -> DraftState:
-        return DraftState([KVBuffer() for _ in range(self.n_layers)])
+    def new_state(self, prompt: Tensor) -> HeadCache:
+        return HeadCache([KVBuffer() for _ in range(self.n_layers)])
 
     @torch.no_grad()
     def propose(
-        self, state: DraftState, fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Drawing | None = None
+        self, state: HeadCache, fresh: Tensor, out: TargetOutput, plan: Plan, drawing: Drawing | None = None
     ) -> Tree:
         """Drop old drafts, commit the rows of `fresh` from the target's features, and grow a tree from the last."""
         committed, new = state.committed, fresh.shape[0]
@@ -123,7 +123,7 @@ class UnrolledHead(Head):
         return grow(plan, fresh[-1], first, self.draft_ids(), deepen, drawing, self.target.vocab_size)
 
     def _draft(
-        self, state: DraftState, hidden: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor | None
+        self, state: HeadCache, hidden: Tensor, tokens: Tensor, positions: Tensor, visible: Tensor | None
     ) -> Tensor:  # [1, n, H], [n], [n], [n, S+n] -> [1, n, H]
         attends = [CachedAttention(rows, visible) for rows in state.rows]
         return self.advance(hidden, tokens[None], positions[None], attends)

@@ -62,7 +62,7 @@ def extract_head(options: ExtractOptions) -> Path:
 
 
 def read_run(run: Path) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe that `run` was begun with, and the facts about its target and data: see `run_folder.claim`."""
+    """The recipe that `run` was begun with, and the facts about its target and data: see `run_folder.claim_run`."""
     path = run / STARTED
     if not path.is_file():
         raise UserError(f"option run: {run} is not the folder of a run, it has no {STARTED}")

@@ -24,7 +24,7 @@ _FREE_AT_END += ["out", "engine.threads", "engine.feature_memory_gb", "engine.gr
 FREE_OPTIONS = [*_FREE_AT_END, "log.best"]
 
 
-def claim(recipe: Recipe, out: Path, ranks: Ranks, facts: dict[str, Any]) -> None:
+def claim_run(recipe: Recipe, out: Path, ranks: Ranks, facts: dict[str, Any]) -> None:
     """Write the settings of the run in `out`, or raise UserError if it was begun with others.
 
     `facts`: what identifies the target and the data; they must be the same, too, and so must the number of processes.

@@ -32,7 +32,7 @@ from spechead.training.engine import Engine
 from spechead.training.log import NoLog, RunLog, plot_curve
 from spechead.training.module import FeatureCache, TrainingModule
 from spechead.training.recipe import Recipe
-from spechead.training.run_folder import CHECKPOINTS, FINISHED, claim, head_meta, refuse_other_recipe, write_head
+from spechead.training.run_folder import CHECKPOINTS, FINISHED, claim_run, head_meta, refuse_other_recipe, write_head
 from spechead.training.running_metrics import RunningMetrics
 
 
@@ -95,7 +95,7 @@ def set_up(recipe: Recipe, ranks: Ranks, cache: FeatureCache) -> Run:
     )
     facts = {"target": target.fingerprint, "samples": len(data.training)}
     facts |= {"data": digest([*data.training, *data.validation]), "foreign": data.foreign}
-    claim(recipe, out, ranks, facts)  # last, since a refused run leaves no folder
+    claim_run(recipe, out, ranks, facts)  # last, since a refused run leaves no folder
     return Run(recipe, ranks, out, data, module, engine, total)
 
 

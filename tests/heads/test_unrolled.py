@@ -13,7 +13,7 @@ from spechead.data.dataset import Sample, collate
 from spechead.decoding.generate import Speculation, generate
 from spechead.decoding.tree import chain
 from spechead.heads import HEADS, Head
-from spechead.heads.unrolled import DraftState, UnrolledHead
+from spechead.heads.unrolled import HeadCache, UnrolledHead
 from spechead.target.model import Target
 from tests.helpers.heads import PLANS, UNROLLED, UNROLLED_VARIANTS, check_unrolled, make_head, sample
 from tests.helpers.targets import make_target
@@ -84,10 +84,10 @@ def test_unrolled_steps_of_a_variant_equal_real_drafting(variant: str, make_vari
 def test_draft_cache_is_rebuilt_from_true_features(kind: str, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     head = make_head(kind, target)
     prompt = sample(target).ids[:8].tolist()
-    states: list[DraftState] = []
+    states: list[HeadCache] = []
     real = head.new_state
 
-    def remember(ids: Tensor) -> DraftState:
+    def remember(ids: Tensor) -> HeadCache:
         states.append(real(ids))
         return states[-1]
 

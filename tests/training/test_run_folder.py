@@ -12,7 +12,7 @@ import torch
 from spechead.errors import UserError
 from spechead.training.distributed import Ranks
 from spechead.training.recipe import load_recipe
-from spechead.training.run_folder import claim, head_meta, head_weights, refuse_other_recipe
+from spechead.training.run_folder import claim_run, head_meta, head_weights, refuse_other_recipe
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 FACTS = {"target": "0" * 64, "samples": 3}
@@ -21,13 +21,13 @@ FACTS = {"target": "0" * 64, "samples": 3}
 @pytest.fixture
 def out(tmp_path: Path) -> Path:
     """The folder of a run with a checkpoint."""
-    claim(load_recipe(), tmp_path, ALONE, FACTS)
+    claim_run(load_recipe(), tmp_path, ALONE, FACTS)
     (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
     return tmp_path
 
 
 def begin_again(out: Path, *flags: str, facts: dict[str, Any] = FACTS, ranks: Ranks = ALONE) -> None:
-    claim(load_recipe(overrides=flags), out, ranks, facts)
+    claim_run(load_recipe(overrides=flags), out, ranks, facts)
 
 
 @pytest.mark.parametrize("flag", ["log.every=3", "log.best=false", "out=elsewhere", "engine.threads=1"])
@@ -47,7 +47,7 @@ def test_another_recipe_target_or_number_of_processes_is_refused(out: Path) -> N
     with pytest.raises(UserError, match=r"facts\.target = '000"):
         begin_again(out, facts=FACTS | {"target": "1"})
     with pytest.raises(UserError, match=r"facts\.processes = 1, now 2"):
-        claim(load_recipe(), out, Ranks(0, 2, torch.device("cpu")), FACTS)
+        claim_run(load_recipe(), out, Ranks(0, 2, torch.device("cpu")), FACTS)
 
 
 def test_options_that_an_earlier_version_lacked_had_their_defaults(out: Path) -> None:
@@ -61,7 +61,7 @@ def test_options_that_an_earlier_version_lacked_had_their_defaults(out: Path) ->
 
 
 def test_settings_may_change_before_the_first_checkpoint(tmp_path: Path) -> None:
-    claim(load_recipe(), tmp_path, ALONE, FACTS)
+    claim_run(load_recipe(), tmp_path, ALONE, FACTS)
     begin_again(tmp_path, "--optim.lr", "0.5")
 
 
