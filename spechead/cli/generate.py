@@ -38,7 +38,7 @@ class GenerateOptions(DecodingOptions):
     drafter: str = ""
     """Training-free drafter, in place of a head: prompt_lookup or prompt_lookup:ngram=3,match=latest (n-grams of the
     sequence itself), draft_model:FOLDER (a smaller model with the same tokenizer), self:0-9,20-29 (layers of the
-    target), staged:self:20-29+prompt_lookup (the second drafts for the first)."""
+    target), staged:self:20-29+self:0-1 (the second drafts for the first; its layers are counted within the first)."""
     tree: str = ""
     """Tree of drafts: chain:3, static:[[0],[1],[0,0]] or dynamic:nodes=15,depth=4,topk=3. Append ,floor=0.1 to stop
     expanding paths below that probability (prompt_lookup ignores it). Empty: the drafter's own."""

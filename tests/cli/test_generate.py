@@ -199,9 +199,9 @@ def test_options_reach_the_command_from_flags(capsys: pytest.CaptureFixture[str]
         "Folder of a trained head.",
         "typical: Medusa's, LOSSY",
         "String that ends the answer",
-        "prompt_lookup:ngram=3,match=first",
+        "prompt_lookup:ngram=3,match=latest",
         "Append ,floor=0.1 to stop",
-        "whose numbers are relative to the first",
+        "its layers are counted within the first",
     ):
         assert words in shown
 
