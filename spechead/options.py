@@ -37,8 +37,8 @@ class Range:
     most: float = math.inf
 
     def allows(self, value: Any) -> bool:
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        return number and self.least <= value <= self.most and self.above < value < self.below
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        return number and self.least <= value <= self.most and self.above < value < self.below  # never NaN or infinity
 
     def __str__(self) -> str:
         low = f"above {self.above:.10g}" if self.above > -math.inf else f"at least {self.least:.10g}"
@@ -84,7 +84,7 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, *, positional: bool = Fa
         flags = ["--config", config, *flags]
     try:
         values = vars(parser.instantiate(parser.parse_args(flags)))
-    except (ArgumentError, TypeError, ValueError) as error:
+    except (ArgumentError, OverflowError, TypeError, ValueError) as error:
         raise UserError(readable(str(error), hints)) from error
     return cls(**{field.name: values[field.name] for field in dataclasses.fields(cls)})  # type: ignore[arg-type]
 
@@ -100,7 +100,7 @@ def convert(cls: type, values: dict[str, Any], prefix: str = "") -> dict[str, An
         parser.add_argument(f"--{name}", type=hints[name])
     try:
         return vars(parser.instantiate(parser.parse_object(values)))
-    except (ArgumentError, TypeError, ValueError) as error:
+    except (ArgumentError, OverflowError, TypeError, ValueError) as error:
         raise UserError(readable(str(error), hints).replace("option ", f"option {prefix}", 1)) from error
 
 

@@ -180,9 +180,16 @@ def test_values_outside_their_range_are_named(values: dict[str, Any], message: s
         parse(Limited, [f"--{name}={value}" for name, value in values.items()], "prog")
 
 
-def test_a_value_that_is_no_number_is_in_no_range() -> None:
-    with pytest.raises(UserError, match="option share: must be at least 0 and below 1, got nan"):
-        Limited(share=float("nan"))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 10**400, True, "1"])
+def test_a_value_that_is_no_finite_number_in_range_is_refused(value: Any) -> None:
+    with pytest.raises(UserError, match="option share: must be at least 0 and below 1, got "):
+        Limited(share=value)
+
+
+@pytest.mark.parametrize("words", [["--rate", "1" * 400], ["--share", "1" * 400], ["--sizes", f"[-{'1' * 400}]"]])
+def test_a_number_too_large_for_a_float_is_one_line(words: list[str]) -> None:
+    with pytest.raises(UserError):
+        parse(Limited, words, "prog")
 
 
 def test_values_at_the_edge_of_their_range_are_allowed() -> None:

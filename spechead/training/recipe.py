@@ -128,7 +128,7 @@ class OptimConfig:
     """Samples in one forward pass of one process; raise it while memory lasts."""
     epochs: Positive = 3.0
     """Passes over the data."""
-    steps: Count = 0
+    steps: Annotated[int, Range(0, below=1 << 31)] = 0
     """Optimizer steps; 0: as many as the epochs need."""
     patience: Count = 0
     """Stop after this many validations in a row without a better acceptance length; 0: never."""
