@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,20 +93,21 @@ def replacing(path: Path) -> Iterator[Path]:
             path.rename(old)  # a folder cannot be renamed over another
         os.replace(scratch, path)
     except OSError as error:
-        if old.exists() and not path.exists():
-            old.rename(path)
         raise UserError(f"cannot write {path}: {reason(error)}") from error
     finally:
+        if os.path.exists(old) and not os.path.exists(path):  # interrupted between the two renames
+            old.rename(path)
         remove(scratch)
         remove(old)
 
 
 def remove(path: Path) -> None:
-    """Remove a file or a folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+    """Remove a file or a folder, if it is there and the system allows it."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def flush(path: Path) -> None:

@@ -138,3 +138,25 @@ def test_the_installed_copy_comes_before_the_checkout(tmp_path: Path, monkeypatc
     assert files.shipped("data/sample.jsonl") == tmp_path / "data" / "sample.jsonl"
     with pytest.raises(UserError, match="ships no file named data/other.jsonl"):
         files.shipped("data/other.jsonl")
+
+
+def test_an_interruption_between_the_renames_keeps_the_earlier_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "head").mkdir()
+    (tmp_path / "head" / "old").touch()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", interrupt)
+    with pytest.raises(KeyboardInterrupt), files.replacing(tmp_path / "head") as scratch:
+        scratch.mkdir()
+    assert [path.name for path in tmp_path.rglob("*")] == ["head", "old"]
+
+
+def test_what_the_system_does_not_let_go_is_left(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    files.remove(tmp_path / "file" / "inside")  # no such path can be
+    files.remove(tmp_path / ("a" * 300))
+    assert (tmp_path / "file").is_file()

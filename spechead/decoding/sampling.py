@@ -81,14 +81,14 @@ class Sampler(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.repetition_penalty != 1.0:
-            self.processors = [RepetitionPenalty(self.repetition_penalty), *self.processors]
+        penalty = [RepetitionPenalty(self.repetition_penalty)] if self.repetition_penalty != 1.0 else []
+        self._processors: list[Processor] = [*penalty, *self.processors]
         self._noise: dict[int, Tensor] = {}  # by place in the text
 
     def processed(self, logits: Tensor, tree: Tree, text: Tensor) -> Tensor:
         """Logits [N, V] after the processors, each node with its own prefix: `text` [L], whose last token is the root,
         followed by the drafts on the node's path."""
-        if not self.processors:
+        if not self._processors:
             return logits
         logits = logits.clone()
         for depth in range(tree.depth + 1):  # prefixes of a level have one length
@@ -96,7 +96,7 @@ class Sampler(Options):
             paths = tree.tokens[tree.visible[nodes].nonzero()[:, 1].view(len(nodes), depth + 1)]  # [n, depth+1]
             prefixes = torch.cat([text[:-1].expand(len(nodes), -1), paths], 1)  # [n, L+depth]
             level = logits[nodes]  # [n, V]
-            for processor in self.processors:
+            for processor in self._processors:
                 level = processor(prefixes, level)
             logits[nodes] = level
         return logits

@@ -35,8 +35,7 @@ TIMED, TIMED_TOKENS = 4, 64  # texts that are decoded to measure the costs of a 
 
 @dataclass(kw_only=True)
 class TuneOptions(ModelOptions):
-    """Choose the static tree with which a head drafts fastest here, and save it with the head. Meant for Medusa and
-    Hydra; works for any head."""
+    """Choose the static tree with which a head drafts fastest on this machine, and save it with the head."""
 
     max_new_tokens: Annotated[int, Range(2)] = 256
     """Longest answer to a prompt, in tokens."""

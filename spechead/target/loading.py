@@ -45,10 +45,22 @@ def native_bfloat16(device: torch.device) -> bool:
 
 
 def load_model(name: str, *, trust_remote_code: bool = False) -> Any:
-    """The model on the CPU, with its weights in the dtype of the file. Raises UserError where it cannot be loaded."""
+    """The model with its weights in the dtype that they are stored in, on the CPU.
+
+    Raises UserError where the files lack weights, which transformers would leave at random values.
+    """
     transformers_logging.disable_progress_bar()
     with loading(name):
-        return AutoModelForCausalLM.from_pretrained(source(name), dtype="auto", trust_remote_code=trust_remote_code)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source(name), dtype="auto", trust_remote_code=trust_remote_code, output_loading_info=True
+        )
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise UserError(
+            f"target {name!r}: its files lack {len(missing)} weights ({', '.join(missing[:3])}, ...); save the model "
+            "whole, from a Target loaded with pack=False"
+        )
+    return model
 
 
 def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:

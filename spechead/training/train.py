@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from spechead import __version__
 from spechead.data.dataset import Batch, collate, digest, plan_step
 from spechead.errors import UserError
-from spechead.files import locked, refuse_unwritable, write_json
+from spechead.files import locked, make_folder, read_json, refuse_unwritable, write_json
 from spechead.heads import Head
 from spechead.heads.files import has_head
 from spechead.heads.init_from import target_warning
@@ -55,13 +56,17 @@ def train(recipe: Recipe) -> Path:
     if (out / FINISHED).is_file():
         refuse_other_recipe(recipe, out)
         if not has_head(out / "head"):
-            remedy = f"write it with `spechead extract-head {out} --out {out}/head`"
+            step = read_json(out / FINISHED)["steps"]["head"]
+            remedy = f"write it with `spechead extract-head {out} --step {step} --out {out}/head`"
             raise UserError(f"option out: {out} has no head although its run is finished, {remedy}")
         print(f"{out} contains the finished run of this recipe; remove it to train anew")
         return out / "head"
     ranks = start(choose_device(recipe.target.device))
     run = set_up(recipe, ranks, FeatureCache(recipe.engine.feature_memory_gb))
+    if ranks.first:
+        make_folder(out)
     with locked(out, "out") if ranks.first else nullcontext():
+        claim_run(recipe, out, ranks, facts(run))
         return finish(run, fit(run))
 
 
@@ -93,10 +98,14 @@ def set_up(recipe: Recipe, ranks: Ranks, cache: FeatureCache) -> Run:
         zero_stage=recipe.engine.zero_stage,
         bf16=bf16,
     )
-    facts = {"target": target.fingerprint, "samples": len(data.training)}
-    facts |= {"data": digest([*data.training, *data.validation]), "foreign": data.foreign}
-    claim_run(recipe, out, ranks, facts)  # last, since a refused run leaves no folder
     return Run(recipe, ranks, out, data, module, engine, total)
+
+
+def facts(run: Run) -> dict[str, Any]:
+    """What identifies the target and the data of a run: see `run_folder.claim_run`."""
+    data = run.data
+    identity = {"target": run.module.head.target.fingerprint, "samples": len(data.training)}
+    return identity | {"data": digest([*data.training, *data.validation]), "foreign": data.foreign}
 
 
 def refuse_idle_patience(recipe: Recipe, total: int, held_out: int) -> None:

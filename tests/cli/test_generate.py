@@ -191,7 +191,7 @@ def test_options_reach_the_command_from_flags(capsys: pytest.CaptureFixture[str]
     found = parse(GenerateOptions, [*flags, "--min-p", "0.1", "--repetition-penalty", "1.2"], "spechead generate")
     assert (found.drafter, found.stop, found.plain) == ("self:0-3", ["\n\n", "User:"], False)
     sampler = found.sampler()
-    assert (sampler.min_p, len(sampler.processors)) == (0.1, 1)
+    assert (sampler.min_p, len(sampler._processors)) == (0.1, 1)
     with pytest.raises(SystemExit):
         parse(GenerateOptions, ["--help"], "spechead generate")
     shown = " ".join(capsys.readouterr().out.split())

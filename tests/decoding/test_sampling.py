@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -168,3 +169,8 @@ def test_temperature_0_is_greedy_whatever_the_seed() -> None:
 def test_bad_settings_are_named(bad: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"option {next(iter(bad))}: must be"):
         Sampler(**bad)
+
+
+def test_a_copy_of_a_sampler_has_the_same_processors() -> None:
+    sampler = Sampler(0.5, repetition_penalty=1.2)
+    assert len(replace(sampler, seed=3)._processors) == len(sampler._processors) == 1

@@ -178,7 +178,7 @@ def by_hand(target: Target, prompt: list[int], sampler: Sampler, count: int) -> 
     ids = list(prompt)
     for _ in range(count):
         logits = target.logits(target.forward(torch.tensor([ids])).hidden[0, -1:])
-        for processor in sampler.processors:
+        for processor in sampler._processors:
             logits = processor(torch.tensor([ids]), logits)
         ids.append(int(logits.argmax()))
     return ids[len(prompt) :]

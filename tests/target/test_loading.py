@@ -56,3 +56,16 @@ def test_four_bits_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_dtypes_have_their_short_names() -> None:
     assert [dtype_name(dtype) for dtype in (torch.float32, torch.bfloat16)] == ["float32", "bfloat16"]
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied-one-kv-head", "gpt2"])
+def test_weights_that_the_files_lack_are_not_left_at_random_values(family: str, tmp_path: Path) -> None:
+    target = make_target(family)
+    state = target.model.state_dict()
+    name = next(name for name in state if "mlp" in name)
+    target.tokenizer.save_pretrained(tmp_path)
+    target.model.save_pretrained(tmp_path)
+    Target.load(str(tmp_path), device="cpu", pack=False)
+    target.model.save_pretrained(tmp_path, state_dict={key: value for key, value in state.items() if key != name})
+    with pytest.raises(UserError, match="its files lack 1 weights"):
+        Target.load(str(tmp_path), device="cpu", pack=False)

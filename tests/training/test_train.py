@@ -257,7 +257,7 @@ def test_two_runs_do_not_write_to_one_folder(folder: Path, tmp_path: Path, capsy
     out.mkdir()
     with locked(out, "out"), pytest.raises(UserError, match="option out: another process writes to .*run"):
         train(recipe(folder, out))
-    assert not list_checkpoints(out / "checkpoints") and not (out / "log.jsonl").exists()
+    assert [path.name for path in out.iterdir()] == [".lock"]  # above all, recipe.json is still the other run's
     train(recipe(folder, out))
 
 
@@ -267,7 +267,7 @@ def test_damage_in_a_run_is_named_with_a_remedy(folder: Path, tmp_path: Path) ->
     with pytest.raises(UserError, match=r"run with log\.best = True, now False"):
         train(recipe(folder, out, **{"log.best": "false"}))
     shutil.rmtree(out / "head")
-    with pytest.raises(UserError, match=r"has no head although its run is finished, write .*`spechead extract-head"):
+    with pytest.raises(UserError, match="no head although its run is finished, write .*extract-head .* --step [48] "):
         train(recipe(folder, out))
     (out / "run.json").unlink()
     (out / "checkpoints" / "step-of-mine").mkdir()  # somebody's copy
