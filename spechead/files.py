@@ -58,10 +58,11 @@ def refuse_unwritable(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, option: str) -> Iterator[None]:
-    """Lock `folder` against other processes of this machine; UserError where one of them has locked it.
+    """Make `folder` and lock it against other processes of this machine; UserError where one of them has locked it.
 
     The lock ends with the process, however that ends. `option`: the option that named the folder.
     """
+    make_folder(folder)  # without it, the lock could not be made
     lock = FileLock(folder / ".lock", timeout=0)
     try:
         lock.acquire()

@@ -19,7 +19,7 @@ from torch import Tensor
 from spechead import __version__
 from spechead.data.dataset import Batch, collate, digest, plan_step
 from spechead.errors import UserError
-from spechead.files import locked, make_folder, read_json, refuse_unwritable, write_json
+from spechead.files import locked, read_json, refuse_unwritable, write_json
 from spechead.heads import Head
 from spechead.heads.files import has_head
 from spechead.heads.init_from import target_warning
@@ -63,8 +63,6 @@ def train(recipe: Recipe) -> Path:
         return out / "head"
     ranks = start(choose_device(recipe.target.device))
     run = set_up(recipe, ranks, FeatureCache(recipe.engine.feature_memory_gb))
-    if ranks.first:
-        make_folder(out)
     with locked(out, "out") if ranks.first else nullcontext():
         claim_run(recipe, out, ranks, facts(run))
         return finish(run, fit(run))

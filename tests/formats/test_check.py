@@ -230,6 +230,15 @@ def test_settings_are_reported(exports: dict[tuple[str, str], tuple[Path, Head]]
     assert lines["dtype"] == "float32"
 
 
+@pytest.fixture
+def without_manifest(exports: dict[tuple[str, str], tuple[Path, Head]], tmp_path: Path) -> Path:
+    """A copy of an export to vLLM that nothing but its own files describes."""
+    copy = tmp_path / "copy"
+    shutil.copytree(exports["vllm", "eagle3"][0], copy)
+    (copy / "spechead.json").unlink()
+    return copy
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -245,14 +254,10 @@ def test_settings_are_reported(exports: dict[tuple[str, str], tuple[Path, Head]]
 def test_a_wrong_setting_is_reported_without_manifest_and_head(
     change: Callable[[dict[str, Any]], None],
     message: str,
-    exports: dict[tuple[str, str], tuple[Path, Head]],
-    tmp_path: Path,
+    without_manifest: Path,
 ) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(exports["vllm", "eagle3"][0], copy)
-    (copy / "spechead.json").unlink()
-    edit(copy / "config.json", change)
-    assert any(message in line for line in failed(check_folder(copy, tiny("llama"))))
+    edit(without_manifest / "config.json", change)
+    assert any(message in line for line in failed(check_folder(without_manifest, tiny("llama"))))
 
 
 @pytest.mark.parametrize(
@@ -269,14 +274,10 @@ def test_a_wrong_setting_is_reported_without_manifest_and_head(
 def test_a_wrong_tensor_is_reported_without_manifest_and_head(
     change: Callable[[dict[str, torch.Tensor]], None],
     message: str,
-    exports: dict[tuple[str, str], tuple[Path, Head]],
-    tmp_path: Path,
+    without_manifest: Path,
 ) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(exports["vllm", "eagle3"][0], copy)
-    (copy / "spechead.json").unlink()
-    rewrite(copy / "model.safetensors", change)
-    assert any(message in line for line in failed(check_folder(copy, tiny("llama"))))
+    rewrite(without_manifest / "model.safetensors", change)
+    assert any(message in line for line in failed(check_folder(without_manifest, tiny("llama"))))
 
 
 def test_another_target_is_reported(exports: dict[tuple[str, str], tuple[Path, Head]]) -> None:
