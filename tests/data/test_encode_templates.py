@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
+from random import Random
 from typing import Any
 
 import pytest
@@ -92,8 +94,20 @@ WRITTEN: dict[str, Writing] = {
         thought_call=ANALYSIS + HARMONY_CALL,
     ),
     "granite3": ending("<|end_of_text|>", call=f"<|tool_call|>[{LLAMA_CALL}]<|end_of_text|>", call_in_text=True),
-    "granite3 short": ending("<|end_of_text|>", keywords=(("controls", {"length": "short"}),), family="granite3"),
-    "smollm3": ending(IM_END, call=XML_CALL + IM_END, thought=XML_THOUGHT + "%A" + IM_END, call_in_text=True),
+    "granite3 short": ending(
+        "<|end_of_text|>",
+        call=f"<|tool_call|>[{LLAMA_CALL}]<|end_of_text|>",
+        call_in_text=True,
+        keywords=(("controls", {"length": "short"}),),
+        family="granite3",
+    ),
+    "smollm3": ending(
+        IM_END,
+        call=XML_CALL + IM_END,
+        thought=XML_THOUGHT + "%A" + IM_END,
+        thought_call=XML_THOUGHT + XML_CALL + IM_END,
+        call_in_text=True,
+    ),
     "smollm3 off": ending(IM_END, call=XML_CALL + IM_END, call_in_text=True, keywords=OFF, family="smollm3"),
     "vicuna": Writing(" %A</s>", frozenset(["</s>"]), anchor="ASSISTANT:"),
 }
@@ -123,8 +137,8 @@ phi3                   1 1 1    1 1 1    x x x    1 1     x x x
 phi4                   1 1 1    1 1 1    x x x    1 1     x x x
 gpt-oss                1 2 4    1 2 4    1 1 2    1 2     1 2 1
 granite3               1 1 1    1 1 1    1 1 1    1 1     x x x
-granite3 short         1 2 4    1 2 4    x x x    1 2     x x x
-smollm3                1 1 1    1 1 1    1 1 1    1 1     1 2 x
+granite3 short         1 2 4    1 2 4    2 2 3    1 2     x x x
+smollm3                1 1 1    1 1 1    1 1 1    1 1     1 2 2
 smollm3 off            1 1 1    1 1 1    1 1 1    x x     x x x
 vicuna                 1 1 1    1 1 1    x x x    1 1     x x x
 """
@@ -132,7 +146,9 @@ vicuna                 1 1 1    1 1 1    x x x    1 1     x x x
 
 def table() -> dict[tuple[str, str], str]:
     rows = [line.rsplit(maxsplit=len(KINDS)) for line in SAMPLES.strip().splitlines()[1:]]
-    return {(name.strip(), kind): number for name, *numbers in rows for kind, number in zip(KINDS, numbers, strict=True)}
+    return {
+        (name.strip(), kind): number for name, *numbers in rows for kind, number in zip(KINDS, numbers, strict=True)
+    }
 
 
 TABLE = table()
@@ -143,6 +159,7 @@ REFUSED = [case for case, number in TABLE.items() if number == "x"]
 # ------------------------------------------------------------------------------------------------ conversations
 
 
+@cache
 def chat_of(name: str) -> ChatTemplate:
     written = WRITTEN[name]
     return ChatTemplate(make_tokenizer(written.family or name), keywords=dict(written.keywords), date=DATE)
@@ -217,8 +234,14 @@ def answers(samples: list[Encoded]) -> list[list[int]]:
     return [sample.ids[first:end] for sample in samples for first, end in spans(sample)]
 
 
-def encoded(name: str, kind: str, history: str = "each", **more: Any) -> list[Encoded]:
-    return encode(chat_of(name), conversation(name, kind, **more), history=history, counts=Counter())
+@cache
+def encoded(name: str, kind: str, history: str = "each") -> list[Encoded]:
+    return encode(chat_of(name), conversation(name, kind), history=history, counts=Counter())
+
+
+def encoded_row(name: str, kind: str, **more: Any) -> list[Encoded]:
+    """As `encoded`, with more columns in the row."""
+    return encode(chat_of(name), conversation(name, kind, **more))
 
 
 def test_the_tables_cover_the_families() -> None:
@@ -245,8 +268,8 @@ def test_what_the_target_wrote_is_supervised(name: str, kind: str) -> None:
     _, texts = row_of(name, kind)
     samples = encoded(name, kind)
     found, stops = answers(samples), chat_of(name).stop_ids
-    decode = make_tokenizer(WRITTEN[name].family or name).decode
-    assert [decode(ids, skip_special_tokens=False).lstrip() for ids in found] == [text.lstrip() for text in texts]
+    shown = [str(chat_of(name).tokenizer.decode(ids, skip_special_tokens=False)) for ids in found]
+    assert [text.lstrip() for text in shown] == [text.lstrip() for text in texts]
     assert found == [ids_of(name, text) for text in texts]
     assert all(ids[-1] in stops for ids in found)
     assert len(samples) == int(TABLE[name, kind])
@@ -298,12 +321,12 @@ def test_kept_ids_are_supervised_as_they_are(name: str, kind: str) -> None:
 @pytest.mark.parametrize("name", [name for name in WRITTEN if TABLE[name, "plain 2"] != "x"])
 def test_kept_ids_that_are_those_of_the_text_change_nothing(name: str, kind: str) -> None:
     kept = [ids_of(name, text) for text in row_of(name, kind)[1]]
-    assert encoded(name, kind, answer_ids=kept) == encoded(name, kind)
+    assert encoded_row(name, kind, answer_ids=kept) == encoded(name, kind)
 
 
 @pytest.mark.parametrize("name", [name for name in WRITTEN if TABLE[name, "plain 2"] != "x"])
 def test_an_answer_that_the_length_cap_cut_does_not_stop(name: str) -> None:
-    samples = encoded(name, "plain 2", meta={"finish": "length"})
+    samples = encoded_row(name, "plain 2", meta={"finish": "length"})
     first, last = row_of(name, "plain 2")[1]
     end = next(stop for stop in WRITTEN[name].stops if last.endswith(stop))
     assert answers(samples) == [ids_of(name, first), ids_of(name, last.removesuffix(end))]
@@ -320,13 +343,86 @@ def test_an_answer_that_merges_with_the_prompt_is_cut_where_decoding_begins(name
     assert sample.ids[first:end] == chat.tokenize(WRITTEN[name].answer.replace("%A", answer))
 
 
-def test_a_thought_whose_beginning_is_in_the_prompt() -> None:
+def answered(name: str, *turns: Row, **more: Any) -> list[str]:
+    """What is supervised of a question and the turns behind it, as text."""
+    samples = encode(chat_of(name), conversation_of({"messages": [{"role": "user", "content": "Hi?"}, *turns]} | more))
+    tokenizer = chat_of(name).tokenizer
+    return [tokenizer.decode(ids, skip_special_tokens=False) for ids in answers(samples)]
+
+
+def assistant(content: str, **fields: Any) -> Row:
+    return {"role": "assistant", "content": content, **fields}
+
+
+@pytest.mark.parametrize("content", ["Hm.\n</think>\n\nYes.", "<think>\nHm.\n</think>\n\nYes."])
+def test_a_thought_whose_beginning_is_in_the_prompt(content: str) -> None:
     """DeepSeek R1: the prompt opens the thought, so that what the target wrote begins inside it."""
-    chat = chat_of("deepseek-r1-distill")
-    for content in ("Hm.\n</think>\n\nYes.", "<think>\nHm.\n</think>\n\nYes."):
-        messages = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": content}]
-        [sample] = encode(chat, conversation_of({"messages": messages}))
-        assert answers([sample]) == [chat.tokenize("Hm.\n</think>\n\nYes.<｜end▁of▁sentence｜>")]
+    written = ["Hm.\n</think>\n\nYes.<｜end▁of▁sentence｜>"]
+    assert answered("deepseek-r1-distill", assistant(content)) == written
+    without = [assistant("No thought."), {"role": "user", "content": "And?"}]  # nothing is known of what was written
+    assert answered("deepseek-r1-distill", *without, assistant(content)) == written
+
+
+LONG_THOUGHT = "Hm,\n\nlet me see"
+
+
+@pytest.mark.parametrize("turn", [assistant(f"<think>\n{LONG_THOUGHT}"), assistant("", reasoning_content=LONG_THOUGHT)])
+@pytest.mark.parametrize(
+    ("name", "opening"), [("qwen3", "<think>\n"), ("smollm3", "<think>\n"), ("deepseek-r1-distill", "")]
+)
+def test_a_thought_that_the_length_cap_cut_has_no_end(name: str, opening: str, turn: Row) -> None:
+    assert answered(name, turn, meta={"finish": "length"}) == [opening + LONG_THOUGHT]
+
+
+def test_a_thought_that_the_length_cap_cut_is_in_its_channel() -> None:
+    turn = assistant("", reasoning_content=LONG_THOUGHT)
+    written = answered("gpt-oss", turn, meta={"finish": "length"})
+    assert written == ["<|channel|>analysis<|message|>" + LONG_THOUGHT]
+
+
+# ------------------------------------------------------------------------------------------------ calls
+
+OTHER = {"id": "call00002", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
+RESULTS = [{"role": "tool", "tool_call_id": call["id"], "content": "rain"} for call in (CALL, OTHER)]
+
+
+@pytest.mark.parametrize(("name", "before"), [("qwen2.5", ""), ("qwen3", EMPTY), ("qwen3 off", "")])
+def test_two_calls_and_text_before_them(name: str, before: str) -> None:
+    turns = [assistant("Both:", tool_calls=[CALL, OTHER]), *RESULTS, assistant("Rain.")]
+    calls = f"{XML_CALL}\n{XML_CALL.replace('Paris', 'Rome')}"
+    assert answered(name, *turns, tools=TOOLS) == [f"{before}Both:\n{calls}{IM_END}", f"{before}Rain.{IM_END}"]
+
+
+def test_mistral_writes_two_calls_as_one_list() -> None:
+    turns = [assistant("", tool_calls=[CALL, OTHER]), *RESULTS, assistant("Rain.")]
+    second = MISTRAL_CALL.replace("Paris", "Rome").replace("00001", "00002")
+    both = f"{MISTRAL_CALL.removesuffix(']</s>')}, {second.removeprefix('[')}"
+    assert answered("mistral-nemo", *turns, tools=TOOLS) == [f"[TOOL_CALLS]{both}", "Rain.</s>"]
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral-v0.3", "gpt-oss"])
+def test_a_turn_of_which_the_template_shows_a_part_is_left_out(name: str) -> None:
+    """Text beside a call is dropped by two of the families, and a second call by the third."""
+    turn = assistant("", tool_calls=[CALL, OTHER]) if name == "gpt-oss" else assistant("I look.", tool_calls=[CALL])
+    answer = WRITTEN[name].answer.replace("%A", "Rain.").lstrip()
+    shown = answered(name, turn, RESULTS[0], assistant("Rain."), tools=TOOLS)
+    assert [text.lstrip() for text in shown] == [answer]
+
+
+@pytest.mark.parametrize("name", ["chatml", "phi3", "phi4", "gemma3", "vicuna"])
+def test_a_call_that_the_template_does_not_show_is_no_empty_answer(name: str) -> None:
+    with pytest.raises(Unusable):
+        answered(name, assistant("", tool_calls=[CALL]))
+
+
+def test_the_end_of_a_call_follows_the_keywords_of_the_row() -> None:
+    keywords = {"builtin_tools": ["search"]}
+    turns = [assistant("", tool_calls=[CALL]), RESULTS[0], assistant("Rain.")]
+    written = answered("llama3", *turns, tools=TOOLS, chat_template_kwargs=keywords)
+    assert written == [LLAMA_CALL + "<|eom_id|>", "Rain.<|eot_id|>"]
+
+
+# ------------------------------------------------------------------------------------------------ dates and keywords
 
 
 @pytest.mark.parametrize(
@@ -384,6 +480,28 @@ def work(family: str, turns: int) -> tuple[int, int]:
     [sample] = encode(ChatTemplate(counting, date=DATE), conversation_of({"messages": messages}))
     assert len(spans(sample)) == turns
     return counting.rendered, counting.tokenised
+
+
+PIECES = ("Hi", "..", "\n", "\n\n", " ", "Half", "é☃", "</think>", "<think>\n", IM_END, "</s>", "[INST]", "assistant\n")
+
+
+def random_chat(seed: int) -> Conversation:
+    """Six answers of pieces that merge with what surrounds them, or that look like control text."""
+    source = Random(seed)
+    messages = []
+    for turn in range(12):
+        text = "".join(source.choices(PIECES[: 7 if seed % 2 else None], k=source.randint(1, 3)))
+        messages.append({"role": ("user", "assistant")[turn % 2], "content": text if text.strip() else text + "x"})
+    return conversation_of({"messages": messages})
+
+
+@pytest.mark.parametrize("name", [name for name in WRITTEN if TABLE[name, "plain 1"] != "x"])
+def test_a_long_chat_is_what_its_turns_are(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All turns found in one render are those rendered one by one."""
+    chats = [random_chat(seed) for seed in range(4)]
+    at_once = [encode(chat_of(name), chat) for chat in chats]
+    monkeypatch.setattr("spechead.data.encode.FEW_TURNS", 100)
+    assert [encode(chat_of(name), chat) for chat in chats] == at_once
 
 
 @pytest.mark.parametrize("family", ["chatml", "llama3", "gemma3", "phi3", "phi4"])

@@ -1,4 +1,4 @@
-"""Chat templates that behave as those of known families, each with a toy tokenizer that has the family's control tokens.
+"""Chat templates that behave as those of known families, and toy tokenizers with the control tokens of each.
 
 The templates are files beside this one, `chat_templates/FAMILY.jinja`. They were written for these tests: structure and
 behaviour are the family's, system texts are short.
@@ -37,7 +37,9 @@ IM = ("<|im_start|>", "<|im_end|>")
 THINK = ("<think>", "</think>")
 CALL = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 INST = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]")
-DEEPSEEK_CALLS = tuple(f"<｜tool▁{what}▁{side}｜>" for what in ("calls", "call", "outputs", "output") for side in ("begin", "end"))
+DEEPSEEK_CALLS = tuple(
+    f"<｜tool▁{what}▁{side}｜>" for what in ("calls", "call", "outputs", "output") for side in ("begin", "end")
+)
 DEEPSEEK = Family(
     "<｜begin▁of▁sentence｜>",
     "<｜end▁of▁sentence｜>",
@@ -66,9 +68,7 @@ FAMILIES: dict[str, Family] = {
         "<|return|>",
         ("<|endoftext|>", "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>"),
     ),
-    "granite3": Family(
-        "<|end_of_text|>", "<|end_of_text|>", ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")
-    ),
+    "granite3": Family("<|end_of_text|>", "<|end_of_text|>", ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>")),
     "smollm3": Family("", "<|im_end|>", ("<|end_of_text|>", *IM), (*CALL, *THINK)),
     "vicuna": Family("<s>", "</s>", metaspace=True),
 }
