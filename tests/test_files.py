@@ -79,11 +79,18 @@ def test_lines_of_json_come_with_their_place(tmp_path: Path) -> None:
     path.write_text('{"a": 1}\n{"a": \n')
     with pytest.raises(UserError, match=r"x\.jsonl line 2: not valid JSON"):
         list(files.read_jsonl(path, "rows"))
+    path.write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"x\.jsonl line 1: not valid JSON: .*recursion"):
+        list(files.read_jsonl(path, "rows"))
     with pytest.raises(UserError, match=r"cannot read the rows .*gone: no such file"):
         list(files.read_jsonl(tmp_path / "gone", "rows"))
     path.write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"the rows .*x\.jsonl are not UTF-8 text"):
         list(files.read_jsonl(path, "rows"))
+
+
+def test_lone_surrogates_are_replaced_and_nothing_else() -> None:
+    assert files.clean("a\ud83d\udfff\U0001f600\0\ufeffä") == "a\ufffd\ufffd\U0001f600\0\ufeffä"
 
 
 def test_a_folder_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:

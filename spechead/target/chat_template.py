@@ -6,12 +6,12 @@ head trained with some and served with others drafts worse without any other sig
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError as JinjaError
 
 from spechead.errors import UserError
-from spechead.files import reason
+from spechead.files import reason, shipped
 
 SENTINEL = "spechead7sentinel"
 Message = dict[str, Any]
@@ -130,7 +130,8 @@ class ChatTemplate:
         found = set()
         try:
             found.add(self.leading_control(self.ending.lstrip()))
-            called = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+            called: list[Message] = [{"role": "user", "content": "Hi"}]
+            called.append({"role": "assistant", "content": "", "tool_calls": [_CALL]})
             found.add(self.trailing_control(self.render(called, [_TOOL])))
         except UserError:
             pass  # a target without a template, or without tools
@@ -185,8 +186,8 @@ class ChatTemplate:
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
-    def _date(self) -> date:
-        return date.fromisoformat(self.date) if self.date else date.today()
+    def _date(self) -> datetime.date:
+        return datetime.date.fromisoformat(self.date) if self.date else datetime.date.today()
 
     @cached_property
     def _texts(self) -> list[str]:
@@ -209,12 +210,12 @@ class ChatTemplate:
 
 
 def read_template(value: str, tokenizer: Any) -> str:
-    """The option chat_template as `ChatTemplate.text`: the contents of a file, a template as it is, or the name of one
-    of the tokenizer's templates. Raises UserError for anything else."""
+    """The option chat_template as `ChatTemplate.text`: the contents of a file (or of one that ships with spechead, as
+    shipped:PATH), a template as it is, or the name of one of the tokenizer's. Raises UserError for anything else."""
     named = tokenizer.chat_template if isinstance(getattr(tokenizer, "chat_template", None), dict) else {}
     if not value or value in named or "{{" in value or "{%" in value:
         return value
-    path = Path(value)
+    path = shipped(value.removeprefix("shipped:")) if value.startswith("shipped:") else Path(value)
     if path.is_file():
         try:
             return path.read_text(encoding="utf-8")
@@ -222,13 +223,13 @@ def read_template(value: str, tokenizer: Any) -> str:
             why = reason(error) if isinstance(error, OSError) else "it is not UTF-8 text"
             raise UserError(f"option chat_template: cannot read {value}: {why}") from error
     names = f"; the target's own are {', '.join(named)}" if named else ""
-    raise UserError(f"option chat_template: {value!r} is neither a file nor a Jinja template{names}")
+    raise UserError(f"option chat_template: {value[:60]!r} is neither a file nor a Jinja template{names}")
 
 
 def check_date(value: str) -> None:
     """Raise UserError unless the option template_date is empty or a date."""
     try:
-        date.fromisoformat(value or "2000-01-01")
+        datetime.date.fromisoformat(value or "2000-01-01")
     except ValueError:
         raise UserError(f"option template_date: must be a date as YYYY-MM-DD, got {value!r}") from None
 
