@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from random import Random
 from typing import Any
 
@@ -290,14 +292,16 @@ def test_what_cannot_be_served_is_refused(name: str, kind: str) -> None:
 # ------------------------------------------------------------------------------------------------ ids and cuts
 
 
+SINGLE = re.compile(r"</?think>|[\s\S]")  # a control token or a character
+
+
 def byte_by_byte(name: str, text: str) -> list[int]:
     """The ids of a text in which no tokens are merged: a target may write so."""
     chat = chat_of(name)
     end = next(stop for stop in WRITTEN[name].stops if text.endswith(stop))
-    plain, pieces = text.removesuffix(end), []
-    for letter in plain:
-        pieces += ids_of(name, letter) if letter != " " else chat.tokenize("a  ")[-1:]
-    return pieces + chat.tokenize(end)
+    space = chat.tokenize("a  ")[-1:]
+    pieces = [space if part == " " else ids_of(name, part) for part in SINGLE.findall(text.removesuffix(end))]
+    return [*chain.from_iterable(pieces), *chat.tokenize(end)]
 
 
 @pytest.mark.parametrize("kind", ["plain 2", "system 2"])
@@ -317,8 +321,7 @@ def test_kept_ids_are_supervised_as_they_are(name: str, kind: str) -> None:
     assert len(samples) == 2
 
 
-@pytest.mark.parametrize("kind", ["plain 2", "plain 4"])
-@pytest.mark.parametrize("name", [name for name in WRITTEN if TABLE[name, "plain 2"] != "x"])
+@pytest.mark.parametrize(("name", "kind"), USED)
 def test_kept_ids_that_are_those_of_the_text_change_nothing(name: str, kind: str) -> None:
     kept = [ids_of(name, text) for text in row_of(name, kind)[1]]
     assert encoded_row(name, kind, answer_ids=kept) == encoded(name, kind)
@@ -361,6 +364,13 @@ def test_a_thought_whose_beginning_is_in_the_prompt(content: str) -> None:
     assert answered("deepseek-r1-distill", assistant(content)) == written
     without = [assistant("No thought."), {"role": "user", "content": "And?"}]  # nothing is known of what was written
     assert answered("deepseek-r1-distill", *without, assistant(content)) == written
+
+
+def test_kept_ids_fit_an_answer_whose_thought_the_prompt_opens() -> None:
+    chat, content = chat_of("deepseek-r1-distill"), "<think>\nHm..\n</think>\n\nYes."
+    kept = byte_by_byte("deepseek-r1-distill", "Hm..\n</think>\n\nYes.<｜end▁of▁sentence｜>")
+    row = {"messages": [{"role": "user", "content": "Hi?"}, assistant(content)], "answer_ids": [kept]}
+    assert answers(encode(chat, conversation_of(row))) == [kept]
 
 
 LONG_THOUGHT = "Hm,\n\nlet me see"
