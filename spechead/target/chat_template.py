@@ -74,15 +74,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Tools | None = None, keywords: Keywords | None = None
     ) -> str:
         """The chat up to the assistant's answer, also for templates that ignore add_generation_prompt."""
-        prompt = self.render(messages, tools, generate=True, keywords=keywords)
-        if self._opens_turns:
-            return prompt
-        answered = [*messages, {"role": "assistant", "content": SENTINEL}]
-        opened, sentinel, _ = self.render(answered, tools, keywords=keywords).partition(SENTINEL)
-        if not sentinel or not opened.startswith(prompt):
-            raise TemplateError(f"the chat template of {self.name} hides where an assistant turn begins or ends")
-        # A space before the answer belongs to the answer's first token, not to the prompt.
-        return opened if opened[len(prompt) :].strip() else prompt
+        return self.render(messages, tools, generate=True, keywords=keywords) + self._opening
 
     def prompt_ids(
         self, messages: Sequence[Message], tools: Tools | None = None, keywords: Keywords | None = None
@@ -132,7 +124,8 @@ class ChatTemplate:
             found.add(self.leading_control(self.ending.lstrip()))
             called: list[Message] = [{"role": "user", "content": "Hi"}]
             called.append({"role": "assistant", "content": "", "tool_calls": [_CALL]})
-            found.add(self.trailing_control(self.render(called, [_TOOL])))
+            text = self.render(called, [_TOOL])
+            found |= set() if text.endswith(self.ending) else {self.trailing_control(text)}
         except UserError:
             pass  # a target without a template, or without tools
         return frozenset(token for token in found if token is not None)
@@ -203,10 +196,17 @@ class ChatTemplate:
         return _TODAY.sub(lambda found: repr(self._date.strftime(found[1] or found[2] or "")), texts[tools])
 
     @cached_property
-    def _opens_turns(self) -> bool:
-        """Whether the template follows add_generation_prompt."""
+    def _opening(self) -> str:
+        """What opens an assistant's turn in a template that ignores add_generation_prompt; empty in all others."""
         asked = [{"role": "user", "content": "Hi"}]
-        return self.render(asked, generate=True) != self.render(asked)
+        plain = self.render(asked)
+        if self.render(asked, generate=True) != plain:
+            return ""
+        before, sentinel, _ = self.render([*asked, {"role": "assistant", "content": SENTINEL}]).partition(SENTINEL)
+        if not sentinel or not before.startswith(plain):
+            raise TemplateError(f"the chat template of {self.name} hides where an assistant turn begins or ends")
+        # A space before the answer belongs to the answer's first token, not to the prompt.
+        return before[len(plain) :] if before[len(plain) :].strip() else ""
 
 
 def read_template(value: str, tokenizer: Any) -> str:
