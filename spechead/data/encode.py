@@ -81,10 +81,10 @@ class _Turns:
         self.kept = self._kept_ids(conversation)
 
     def refuse_ignored(self) -> None:
-        """Raise Unusable for a message that leaves no trace in the prompt of the answer after it; count such tools."""
+        """Raise Unusable for tools, or a message, without a trace in the prompt of an answer after them."""
         before, prompt = self.messages[: self.places[-1]], self.prompt(self.places[-1])
         if self.tools and prompt == self.chat.prompt_text(before, None, self.keywords):
-            self.count("conversations whose tools the chat template ignores, as it does when serving", 1)
+            raise Unusable("tools that the chat template ignores", self.chat.name)
         printed = squeezed(prompt)
         for i, message in enumerate(before):
             if message["role"] == "assistant" or squeezed(message["content"]) in printed:

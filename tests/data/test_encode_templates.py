@@ -130,7 +130,7 @@ qwen2.5                1 1 1    1 1 1    1 1 1    1 1     x x x
 qwen3                  1 2 4    1 2 4    2 2 3    1 2     1 2 1
 qwen3 off              1 2 4    1 2 4    2 2 3    x x     x x x
 deepseek-r1-distill    x x x    x x x    x x x    1 2     1 2 x
-deepseek-v3            1 1 1    1 1 1    1 1 1    1 1     x x x
+deepseek-v3            1 1 1    1 1 1    x x x    1 1     x x x
 gemma2                 1 1 1    x x x    x x x    1 1     x x x
 gemma3                 1 1 1    1 1 1    x x x    1 1     x x x
 mistral-v0.3           1 1 1    1 2 4    1 2 2    1 1     x x x
