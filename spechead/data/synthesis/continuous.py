@@ -1,7 +1,7 @@
 """Decode many requests without drafts, a fixed number side by side: for data, where the throughput of all rows counts.
 
-A row that has ended leaves its place to the next request at once: the new prompt runs in a pass of its own, and its
-keys and values replace those of the row. Each request has its own temperature and its own random numbers, so that its
+A row that has ended leaves its place to the next request: the new prompt runs in a pass of its own, and its keys and
+values replace those of the row. With many rows a few are replaced together, so that such a pass pays. Each request has its own temperature and its own random numbers, so that its
 text does not depend on its neighbours (up to rounding, which differs with the shape of a pass).
 
 Legend: B rows, n new rows, P tokens of the longest new prompt, V vocabulary, k candidates.
@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from spechead.errors import UserError
+from spechead.target import attention
 from spechead.target.cache import KVCache
 from spechead.target.loading import dtype_name
 from spechead.target.model import Target
 
-COMPACT_SHARE = 0.125  # rows without a request stay until they are this share of the batch: moving a cache costs, too
+REFILL_SHARE = 1 / 16  # free places are filled once they are this share of the batch: a pass over one prompt costs
+COMPACT_SHARE = 1 / 8  # without further requests, they are dropped at this share: moving a cache costs, too
 PREFILL_TOKENS = 4096  # of one pass over new prompts, padding included: bounds its memory
 
 
@@ -50,11 +52,11 @@ Done = Callable[[Request, Continuation], Iterable[Request]]
 
 
 def use_batch_attention(target: Target) -> None:
-    """Switch the target to transformers' own SDPA, which is the fastest on a CPU with masks and many rows; where that
-    does not exist, or scores are capped, which it does not support, the target keeps its own."""
+    """Switch the target to the attention that is fastest with masks and many rows: where it fits, spechead's, which
+    copies no keys or values for the queries of a group."""
     capped = getattr(target.config, "attn_logit_softcapping", None)
-    if getattr(target.model, "_supports_sdpa", False) and not capped:
-        target.model.set_attn_implementation("sdpa")
+    fits = getattr(target.model, "_supports_sdpa", False) or capped
+    target.model.set_attn_implementation(attention.NAME if fits else "eager")
 
 
 class ContinuousDecoder:
@@ -130,6 +132,9 @@ class _Batch:
 
     def fill(self) -> bool:
         """Give the free places to the next requests; returns whether there is anything to decode."""
+        free = sum(row is None for row in self.rows)
+        if self.rows and free < max(1, REFILL_SHARE * len(self.rows)):
+            return True
         while new := self._take(self.decoder.batch_size - sum(row is not None for row in self.rows)):
             for group in _groups(new):
                 self._begin(group)
