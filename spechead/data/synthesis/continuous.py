@@ -1,8 +1,9 @@
 """Decode many requests without drafts, a fixed number side by side: for data, where the throughput of all rows counts.
 
 A row that has ended leaves its place to the next request: the new prompt runs in a pass of its own, and its keys and
-values replace those of the row. With many rows a few are replaced together, so that such a pass pays. Each request has its own temperature and its own random numbers, so that its
-text does not depend on its neighbours (up to rounding, which differs with the shape of a pass).
+values replace those of the row. With many rows a few are replaced together, so that such a pass pays. Each request has
+its own temperature and its own random numbers, so that its text does not depend on its neighbours (up to rounding,
+which differs with the shape of a pass).
 
 Legend: B rows, n new rows, P tokens of the longest new prompt, V vocabulary, k candidates.
 """
@@ -130,22 +131,23 @@ class _Batch:
         self._requests, self._done = requests, done
         self._next: deque[Request] = deque()  # what `done` returned
 
+    @property
+    def open(self) -> int:
+        """How many more rows the batch may have."""
+        return self.decoder.batch_size - sum(row is not None for row in self.rows)
+
     def fill(self) -> bool:
         """Give the free places to the next requests; returns whether there is anything to decode."""
-        free = sum(row is None for row in self.rows)
-        if self.rows and free < max(1, REFILL_SHARE * len(self.rows)):
-            return True
-        while new := self._take(self.decoder.batch_size - sum(row is not None for row in self.rows)):
-            for group in _groups(new):
-                self._begin(group)
-        free = sum(row is None for row in self.rows)
-        if free == len(self.rows):
-            return False
-        if free and free >= COMPACT_SHARE * len(self.rows):
-            active = [place for place, row in enumerate(self.rows) if row is not None]
+        if self.open >= max(1, REFILL_SHARE * self.decoder.batch_size):
+            while new := self._take(self.open):
+                for group in _groups(new):
+                    self._begin(group)
+        active = [place for place, row in enumerate(self.rows) if row is not None]
+        free = len(self.rows) - len(active)
+        if active and free and free >= COMPACT_SHARE * len(self.rows):
             self.cache.select(torch.tensor(active, device=self.target.device))
             self.rows = [self.rows[place] for place in active]
-        return True
+        return bool(active)
 
     def step(self) -> None:
         """Write one more token of every row."""
