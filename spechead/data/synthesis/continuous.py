@@ -191,10 +191,11 @@ class _Batch:
         last = out.hidden[range(len(rows)), [length - 1 for length in lengths]]  # [n, H]
         tokens = self.decoder.draw(self.target.logits(last), rows)
         going = [index for index, row in enumerate(rows) if not self._append(row, tokens[index])]
+        if not going:
+            return
         if len(going) < len(rows):
-            cache.select(torch.tensor(going, dtype=torch.long, device=self.target.device))
-        if going:
-            self._place([rows[index] for index in going], cache)
+            cache.select(torch.tensor(going, device=self.target.device))
+        self._place([rows[index] for index in going], cache)
 
     def _place(self, rows: list[_Row], cache: KVCache) -> None:
         """Put rows with their cache into free places, and make places for the others."""
