@@ -72,9 +72,11 @@ def test_places_are_filled_as_soon_as_they_are_free_and_requests_read_as_late(
             most.append(len(open_))
             yield Request(i, [5 + i, 6], 2 + 3 * (i % 2), 0.0, 0)
 
-    ContinuousDecoder(target, batch_size=4, stop_ids=()).run(
-        requests(), lambda request, _: open_.discard(request.key) or ()
-    )
+    def done(request: Request, _: Continuation) -> tuple[()]:
+        open_.remove(request.key)
+        return ()
+
+    ContinuousDecoder(target, batch_size=4, stop_ids=()).run(requests(), done)
     assert max(most) == 4 and not open_
     steps = [rows for rows, width in widths if width == 1]
     # 6 · 1 + 6 · 4 tokens follow the prefills' first: 30 in passes of four, which then lose their rows.
@@ -138,7 +140,12 @@ def test_a_first_token_that_ends_leaves_no_row_behind(target: Target) -> None:
 def test_many_long_prompts_run_in_several_passes(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     forward = target.forward
-    monkeypatch.setattr(target, "forward", lambda ids, **rest: sizes.append(ids.numel()) or forward(ids, **rest))
+
+    def counted(ids: torch.Tensor, **options: Any) -> Any:
+        sizes.append(ids.numel())
+        return forward(ids, **options)
+
+    monkeypatch.setattr(target, "forward", counted)
     requests = [Request(i, [5] * (200 + i), 2, 0.0, 0) for i in range(40)]
     written = decode(target, requests, 40)
     assert len(written) == 40 and max(sizes) <= PREFILL_TOKENS < sum(map(len, (r.prompt for r in requests)))
