@@ -127,20 +127,20 @@ def test_the_same_seed_writes_the_same_file(tmp_path: Path, script: Script) -> N
     assert files[0] == files[1] != files[2]
 
 
-@pytest.mark.parametrize("stop_after", [0, 1, 40, 64, 100])
+@pytest.mark.parametrize(("stop_after", "turns"), [(0, 1), (1, 1), (40, 1), (64, 1), (100, 1), (70, 3), (140, 3)])
 def test_interrupted_and_started_again_it_comes_to_the_same_file(
-    tmp_path: Path, script: Script, stop_after: int
+    tmp_path: Path, script: Script, stop_after: int, turns: int
 ) -> None:
-    synthesize(options(tmp_path / "whole"))
+    synthesize(options(tmp_path / "whole", turns=turns))
     calls, script.calls, script.stop_after = script.calls, 0, stop_after
     with pytest.raises(KeyboardInterrupt):
-        synthesize(options(tmp_path))
+        synthesize(options(tmp_path, turns=turns))
     assert not (tmp_path / "out.jsonl").exists()
     script.calls, script.stop_after = 0, 10**9
-    synthesize(options(tmp_path))
+    synthesize(options(tmp_path, turns=turns))
     assert (tmp_path / "out.jsonl").read_text() == (tmp_path / "whole" / "out.jsonl").read_text()
-    # Whole rounds are not written again (the first is of 32 prompts and at most as many answers).
-    assert script.calls <= calls and (stop_after < 64 or script.calls < calls)
+    # Whole rounds are not written again (with one turn, the first is of 32 prompts and at most as many answers).
+    assert script.calls <= calls and (stop_after < 64 * turns or script.calls < calls)
 
 
 def test_an_interrupted_command_can_be_given_another_count_but_no_other_seed(tmp_path: Path, script: Script) -> None:
