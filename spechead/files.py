@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -76,6 +77,26 @@ def locked(folder: Path, option: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def exclusively(lock: Path, note: str) -> Iterator[None]:
+    """Wait until no other process of this machine is in a block with the same lock file; meanwhile print `note` once.
+
+    The lock ends with the process, however that ends.
+    """
+    make_folder(lock.parent)
+    file = FileLock(lock)
+    with suppress(OSError, NotImplementedError):  # a file system without locks
+        try:
+            file.acquire(timeout=1)
+        except Timeout:
+            print(f"{note}: waiting for it", file=sys.stderr, flush=True)
+            file.acquire()
+    try:
+        yield
+    finally:
+        file.release()
 
 
 @contextmanager

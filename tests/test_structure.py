@@ -24,7 +24,7 @@ FOLDERS = {path.parent for path in MODULES.values()}
 # Lowest first. A folder imports those before it and the ones beside it.
 ORDER = [
     {"errors"},
-    {"files", "options", "metrics", "progress"},
+    {"files", "options", "metrics", "pool", "progress"},
     {"target"},
     {"decoding", "drafters"},
     {"heads", "data"},

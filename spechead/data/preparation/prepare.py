@@ -1,0 +1,173 @@
+"""`spechead data prepare`: conversations to a prepared data set, which training reads from disk.
+
+Training does the same by itself and keeps the result in a cache, so that a second start, and the other processes of
+the machine, find it there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from spechead.data.preparation.settings import Identity, Preparation, identify, prepared_cache
+from spechead.data.preparation.prepared import INDEX, Prepared, Writer, is_prepared, open_prepared, read_index, writing
+from spechead.data.preparation.row_encoder import SMALL_ROWS, Outcome, outcomes
+from spechead.errors import UserError
+from spechead.files import exclusively, remove
+from spechead.options import Range
+from spechead.progress import Progress
+
+SHOWN = 3  # places of each reason
+MOST_REASONS = 200  # reasons may quote the data
+OTHER_REASONS = "other reasons"
+
+
+# ------------------------------------------------------------------------------------------------ the data set
+
+
+def prepare(preparation: Preparation, folder: Path | None = None, *, quiet: bool = False) -> Prepared:
+    """The prepared data set, written to `folder`, by default in the cache, unless it is there already.
+
+    Of several processes that ask for the same one, the first writes it, and the others wait. Raises UserError where
+    nothing can be used, and with `strict` for the first row that cannot.
+    """
+    identity = identify(preparation)
+    path = folder or prepared_cache() / identity.key
+    data = find(path, identity.key, preparation.sources)
+    if data is None:
+        refuse_foreign(path)
+        with exclusively(path.with_name(f".{path.name}.lock"), f"another process prepares {path}"):
+            data = find(path, identity.key, preparation.sources)
+            if data is None:
+                for leftover in path.parent.glob(f".{path.name}.*.*"):  # of a process that was killed
+                    remove(leftover)
+                write(preparation, identity, path, quiet)
+                data = open_prepared(path, preparation.sources)
+    if preparation.strict and data.dropped:
+        raise strict_error(preparation, *data.first_dropped())
+    return data
+
+
+def find(folder: Path, key: str, sources: list[str]) -> Prepared | None:
+    """The data set in `folder` if it has this key and can be read."""
+    try:
+        return open_prepared(folder, sources) if read_index(folder)["key"] == key else None
+    except UserError:
+        return None
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raise UserError where `folder` is not empty and no prepared data set: it would be replaced."""
+    if folder.exists() and not is_prepared(str(folder)) and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"option out: {folder} exists and is no prepared data set, give another folder")
+
+
+def write(preparation: Preparation, identity: Identity, folder: Path, quiet: bool) -> None:
+    """Encode all rows into `folder`."""
+    tally = Tally(preparation)
+    quiet = quiet or 0 < identity.rows <= SMALL_ROWS
+    progress = Progress("prepare", identity.rows, "row", quiet=quiet)
+    with writing(folder) as writer, progress, closing(outcomes(preparation)) as results:
+        for outcome in results:
+            tally.add(outcome, writer)
+            progress.advance()
+        tally.refuse_empty()
+        template = preparation.chat.record() | {
+            "tokenizer": preparation.chat.tokenizer_digest,
+            "digest": preparation.chat.digest,
+        }
+        what = {"key": identity.key, "sources": preparation.sources, "settings": preparation.settings()}
+        writer.finish(what | {"template": template} | tally.index())
+
+
+@dataclass
+class Tally:
+    """Counts outcomes and hands their samples to the writer."""
+
+    preparation: Preparation
+    rows: int = 0
+    usable: int = 0
+    truncated: int = 0
+    replaced: int = 0
+    dropped: dict[str, dict[str, Any]] = field(default_factory=dict)  # reason -> count, first places, first detail
+    notes: Counter[str] = field(default_factory=Counter)
+    written_by: Counter[str] = field(default_factory=Counter)
+    places: dict[tuple[int, str], int] = field(default_factory=dict)  # name -> index
+    kinds: dict[str, int] = field(default_factory=dict)
+    writers: dict[str, int] = field(default_factory=dict)
+
+    def add(self, outcome: Outcome, writer: Writer) -> None:
+        self.rows += 1
+        self.replaced += outcome.replaced
+        self.notes.update(outcome.notes)
+        if outcome.parsed:
+            self.written_by[outcome.writer] += 1
+        place, number = self._place(outcome)
+        if outcome.reason:
+            self._drop(outcome, place, number)
+            return
+        kind = self.kinds.setdefault(outcome.kind, len(self.kinds))
+        author = self.writers.setdefault(outcome.writer, len(self.writers))
+        for ids, supervised in outcome.samples:
+            writer.add(ids, supervised, outcome.repeats, outcome.number, place, number, kind, author)
+        self.usable += 1
+        self.truncated += outcome.truncated
+
+    def _place(self, outcome: Outcome) -> tuple[int, int]:
+        """The index of a place's name, and the number of the line or row in it."""
+        name, _, number = outcome.where.rpartition(" ")
+        source = self.preparation.sources[outcome.source]
+        prefix = source if name.startswith(source) else str(Path(source))
+        key = (outcome.source, name.removeprefix(prefix)) if name.startswith(prefix) else (-1, name)
+        return self.places.setdefault(key, len(self.places)), int(number)
+
+    def _drop(self, outcome: Outcome, place: int, number: int) -> None:
+        why = f"{outcome.reason}: {outcome.detail}" if outcome.detail else outcome.reason
+        if self.preparation.strict:
+            raise strict_error(self.preparation, outcome.where, why)
+        known = outcome.reason in self.dropped or len(self.dropped) < MOST_REASONS
+        reason = outcome.reason if known else OTHER_REASONS
+        entry = self.dropped.setdefault(reason, {"count": 0, "places": [], "detail": why})
+        entry["count"] += 1
+        if len(entry["places"]) < SHOWN:
+            entry["places"].append([outcome.number, place, number])
+
+    def refuse_empty(self) -> None:
+        """Raise UserError where no sample is left."""
+        if self.usable:
+            return
+        if not self.rows:
+            raise UserError(f"option {self.preparation.prefix}weights: no row is drawn, raise them")
+        reasons = self._sorted()
+        why = ", ".join(f"{entry['count']} {name}" for name, entry in reasons.items())
+        name, entry = next(iter(reasons.items()))
+        remedy = entry["detail"].removeprefix(name).removeprefix(": ")
+        if "too long" in reasons:
+            remedy = f"raise {self.preparation.prefix}max_length, which is {self.preparation.length}"
+            if self.preparation.length == self.preparation.positions:
+                remedy = f"the target has {self.preparation.positions} positions"
+        detail = f"; {remedy}" if remedy else ""
+        raise UserError(f"none of {self.rows} conversations can be used: {why}{detail}")
+
+    def _sorted(self) -> dict[str, dict[str, Any]]:
+        return dict(sorted(self.dropped.items(), key=lambda entry: -entry[1]["count"]))
+
+    def index(self) -> dict[str, Any]:
+        counts = {"rows": self.rows, "usable": self.usable, "truncated": self.truncated, "replaced": self.replaced}
+        return {
+            "counts": counts,
+            "dropped": self._sorted(),
+            "notes": {name: count for name, count in self.notes.items() if count},
+            "written by": dict(self.written_by),
+            "places": [list(place) for place in self.places],
+            "kinds": list(self.kinds),
+            "writers": list(self.writers),
+        }
+
+
+def strict_error(preparation: Preparation, where: str, why: str) -> UserError:
+    return UserError(f"{where}: {why} (option {preparation.prefix}strict)")
