@@ -8,9 +8,11 @@ from pathlib import Path
 
 import torch
 
-from spechead.data.chat import keywords_of_data, template_warning
-from spechead.data.dataset import Sample, answers_of_other_models, build_samples, read_conversations, split_validation
+from spechead.data.dataset import Sample, answers_of_other_models
 from spechead.data.draft_vocabulary import draft_vocabulary
+from spechead.data.preparation.prepare import remarks
+from spechead.data.preparation.prepared import PreparedSamples, split_validation
+from spechead.data.template_record import recorded_template, template_warning
 from spechead.decoding.tree import parse_tree
 from spechead.heads import HEADS, Head
 from spechead.heads.init_from import InitHead
@@ -26,28 +28,27 @@ from spechead.training.recipe import Recipe
 class Data:
     """The samples of a run, and what was noticed about them."""
 
-    training: list[Sample]
-    validation: list[Sample]
+    training: PreparedSamples
+    validation: PreparedSamples
     dropped: dict[str, int]  # number of unusable conversations by reason
     foreign: str  # how many answers are not marked as the target's own; empty where all are
 
 
 def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> Data:
-    """Read, tokenise and split the recipe's conversations; the first rank prints what is wrong with them."""
-    sources, keywords = recipe.data.sources(), recipe.target.template_kwargs
-    conversations = read_conversations(sources, recipe.data.limit)
-    samples = build_samples(conversations, target.tokenizer, recipe.data.max_length, keywords)
-    foreign = answers_of_other_models(conversations, target.name)
+    """Prepare the recipe's conversations, or find them prepared, and split them; the first rank prints what is wrong
+    with them."""
+    prepared = prepare_data(recipe.data, target, recipe.seed, quiet=not ranks.first)
+    foreign = answers_of_other_models(prepared.written_by, target.name)
     if ranks.first:
-        for source in sources:
-            if warning := template_warning(keywords, keywords_of_data(source), f"{source} was written"):
+        for source in recipe.data.sources():
+            if warning := template_warning(target.chat.record(), recorded_template(source), f"{source} was written"):
                 print(f"data: {warning} (option target.template_kwargs)")
-        for why, count in samples.dropped.items():
-            print(f"data: {count} of {len(conversations)} conversations {why}")
+        for line in remarks(prepared, recipe.data.max_length):
+            print(f"data: {line}")
         if foreign:
             print(f"data: {foreign}; a head learns most from the target's own answers (spechead data synthesize)")
-    training, validation = split_validation(samples.items, recipe.data.validation_share, recipe.seed)
-    return Data(training, validation, samples.dropped, foreign)
+    training, validation = split_validation(prepared.samples, recipe.data.validation_share, recipe.seed)
+    return Data(training, validation, prepared.dropped, foreign)
 
 
 def bare_head(recipe: Recipe, target: Target) -> Head:

@@ -10,6 +10,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,7 @@ def facts(run: Run) -> dict[str, Any]:
     """What identifies the target and the data of a run: see `run_folder.claim_run`."""
     data = run.data
     identity = {"target": run.module.head.target.fingerprint, "samples": len(data.training)}
-    return identity | {"data": digest([*data.training, *data.validation]), "foreign": data.foreign}
+    return identity | {"data": digest(chain(data.training, data.validation)), "foreign": data.foreign}
 
 
 def refuse_idle_patience(recipe: Recipe, total: int, held_out: int) -> None:
@@ -169,7 +170,7 @@ def train_step(run: Run, state: TrainState, metrics: RunningMetrics) -> None:
     supervised = int(run.ranks.sum(torch.tensor(sum(int(b.supervised.sum()) for b in batches))))
     for batch in batches:
         output = run.engine(batch, step)
-        _refuse_not_finite(output.loss, step, batch, run.module.head)
+        _refuse_not_finite(output.loss, step, batch, run)
         run.engine.backward(output.loss / supervised)
         run.engine.step()
         metrics.add(output, batch)
@@ -243,13 +244,14 @@ def _due(step: int, every: int, total: int) -> bool:
     return step == total or (every > 0 and step % every == 0)
 
 
-def _refuse_not_finite(loss: Tensor, step: int, batch: Batch, head: Head) -> None:
+def _refuse_not_finite(loss: Tensor, step: int, batch: Batch, run: Run) -> None:
     if torch.isfinite(loss):
         return
-    bad = [name for name, p in head.named_parameters() if not torch.isfinite(p).all()]
+    bad = [name for name, p in run.module.head.named_parameters() if not torch.isfinite(p).all()]
     where = f"parameter {bad[0]}" if bad else "an activation"
+    places = ", ".join(run.data.training.place(row) for row in batch.rows)
     raise UserError(
-        f"step {step}: the loss is {float(loss.detach())} on conversation(s) {batch.rows}; "
+        f"step {step}: the loss is {float(loss.detach())} on the conversation(s) {places}; "
         f"the first tensor that is not finite is {where}. "
         "Lower optim.lr, or look at the conversation with `spechead data inspect`"
     )
