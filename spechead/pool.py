@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -27,7 +27,7 @@ _PARALLEL_TOKENIZERS = "TOKENIZERS_PARALLELISM"
 _function: Callable[[Any], Any]
 
 
-def map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int, start: str = "") -> Iterator[R]:
+def map_in_order(function: Callable[[T], R], items: Iterable[T], workers: int, start: str = "") -> Generator[R]:
     """`function` of each item, in order. `start`: fork or spawn; by default what suits the system.
 
     Close the iterator (`contextlib.closing`) where it may be left early: that ends the workers. Raises UserError where

@@ -10,8 +10,9 @@ import torch
 
 from spechead.data.dataset import Sample, answers_of_other_models
 from spechead.data.draft_vocabulary import draft_vocabulary
-from spechead.data.preparation.prepare import remarks
+from spechead.data.preparation.prepare import cut_at_positions, prepare, remarks
 from spechead.data.preparation.prepared import PreparedSamples, split_validation
+from spechead.data.preparation.settings import Preparation
 from spechead.data.template_record import recorded_template, template_warning
 from spechead.decoding.tree import parse_tree
 from spechead.heads import HEADS, Head
@@ -21,7 +22,7 @@ from spechead.target.model import Target
 from spechead.training.distributed import Ranks
 from spechead.training.joint import JointModule
 from spechead.training.module import FeatureCache, TrainingModule
-from spechead.training.recipe import Recipe
+from spechead.training.recipe import DataConfig, Recipe
 
 
 @dataclass
@@ -37,18 +38,38 @@ class Data:
 def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> Data:
     """Prepare the recipe's conversations, or find them prepared, and split them; the first rank prints what is wrong
     with them."""
-    prepared = prepare_data(recipe.data, target, recipe.seed, quiet=not ranks.first)
+    preparation = preparation_of(recipe.data, target, recipe.seed)
+    prepared = prepare(preparation, quiet=not ranks.first)
     foreign = answers_of_other_models(prepared.written_by, target.name)
     if ranks.first:
         for source in recipe.data.sources():
             if warning := template_warning(target.chat.record(), recorded_template(source), f"{source} was written"):
                 print(f"data: {warning} (option target.template_kwargs)")
-        for line in remarks(prepared, recipe.data.max_length):
+        for line in [*cut_at_positions(preparation), *remarks(prepared)]:
             print(f"data: {line}")
         if foreign:
             print(f"data: {foreign}; a head learns most from the target's own answers (spechead data synthesize)")
     training, validation = split_validation(prepared.samples, recipe.data.validation_share, recipe.seed)
     return Data(training, validation, prepared.dropped, foreign)
+
+
+def preparation_of(data: DataConfig, target: Target, seed: int) -> Preparation:
+    """What the samples of a recipe for this target are made of, and how."""
+    return Preparation(
+        data.sources(),
+        target.chat,
+        data.max_length,
+        weights=data.weights,
+        history=data.history,
+        limit=data.limit,
+        seed=seed,
+        vocab_size=target.vocab_size,
+        positions=target.max_positions,
+        strict=data.strict,
+        streaming=data.streaming,
+        workers=data.workers,
+        prefix="data.",
+    )
 
 
 def bare_head(recipe: Recipe, target: Target) -> Head:

@@ -54,7 +54,7 @@ class DataConfig:
     train: list[str] | str = "shipped:data/sample.jsonl"
     """JSONL, JSON or Parquet files, folders of them, hub datasets as hf:NAME[:SPLIT], files that ship with spechead as
     shipped:PATH; or one folder that `spechead data prepare` wrote."""
-    weights: list[Annotated[float, Range(above=0)]] = field(default_factory=list)
+    weights: Annotated[list[float], Range(above=0)] = field(default_factory=list)
     """How often an epoch sees each conversation of each source, such as [1, 0.5]: all of the first and a random half of
     the second. Empty: once."""
     max_length: AtLeastOne = 512

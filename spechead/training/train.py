@@ -21,7 +21,6 @@ from spechead import __version__
 from spechead.data.dataset import Batch, collate, digest, plan_step
 from spechead.errors import UserError
 from spechead.files import locked, read_json, refuse_unwritable, write_json
-from spechead.heads import Head
 from spechead.heads.files import has_head
 from spechead.heads.init_from import target_warning
 from spechead.progress import Progress

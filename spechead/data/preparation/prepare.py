@@ -6,35 +6,163 @@ the machine, find it there.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from spechead.data.preparation.settings import Identity, Preparation, identify, prepared_cache
-from spechead.data.preparation.prepared import INDEX, Prepared, Writer, is_prepared, open_prepared, read_index, writing
+from spechead.data.preparation.prepared import Prepared, Writer, is_prepared, open_prepared, read_index, writing
 from spechead.data.preparation.row_encoder import SMALL_ROWS, Outcome, outcomes
+from spechead.data.preparation.settings import Identity, Preparation, identify, prepared_cache
 from spechead.errors import UserError
 from spechead.files import exclusively, remove
 from spechead.options import Range
 from spechead.progress import Progress
+from spechead.target.bundled import NAME as BUNDLED
+from spechead.target.chat_template import ChatTemplate
+from spechead.target.loading import load_limits
+from spechead.target.options import TemplateOptions
 
 SHOWN = 3  # places of each reason
 MOST_REASONS = 200  # reasons may quote the data
 OTHER_REASONS = "other reasons"
 
 
+@dataclass(kw_only=True)
+class SampleOptions(TemplateOptions):
+    """How conversations become samples."""
+
+    target: str = field(default=BUNDLED)
+    """Bundled target, local folder or hub id whose chat template and tokenizer are used."""
+    max_length: Annotated[int, Range(1)] = 512
+    """Conversations are cut after this many tokens."""
+    history: Literal["each", "last"] = "each"
+    """Where the chat template rewrites earlier turns: each, every turn as it is served, in samples of their own; last,
+    only the last one."""
+    limit: Annotated[int, Range(0)] = 0
+    """Conversations to read; 0 for all."""
+    streaming: bool = False
+    """Read hub datasets as they arrive, without a copy on the disk."""
+    workers: Annotated[int, Range(0)] = 0
+    """Processes that tokenise; 0: one for each core where the data are large."""
+
+    def preparation(self, sources: list[str], **more: Any) -> Preparation:
+        """These options with `sources` as a `Preparation`."""
+        rows, positions = load_limits(self.target, trust_remote_code=self.trust_remote_code)
+        return Preparation(
+            sources,
+            self.load_chat(),
+            self.max_length,
+            history=self.history,
+            limit=self.limit,
+            vocab_size=rows,
+            positions=positions,
+            streaming=self.streaming,
+            workers=self.workers,
+            **more,
+        )
+
+
+@dataclass(kw_only=True)
+class PrepareOptions(SampleOptions):
+    """Tokenise conversations once, for training to read from disk: give the folder as --data.train."""
+
+    sources: list[str] = field(kw_only=False)
+    """JSONL, JSON or Parquet files, folders of them, or hub datasets as hf:NAME[:SPLIT]."""
+    out: str = ""
+    """Folder to write."""
+    weights: Annotated[list[float], Range(above=0)] = field(default_factory=list)
+    """How often an epoch sees each conversation of each source, such as [1, 0.5]: all of the first and a random half of
+    the second. Empty: once."""
+    seed: int = 0
+    """Seed of the draw that weights with a fraction ask for."""
+    strict: bool = False
+    """Refuse the first conversation that cannot be used, instead of dropping and counting them."""
+
+
+def prepare_data(options: PrepareOptions) -> Prepared:
+    """Write the prepared data set, and print what was dropped and what was noticed."""
+    if not options.out:
+        raise UserError("option out: is empty, name the folder to write with -o")
+    preparation = options.preparation(
+        options.sources, weights=options.weights, seed=options.seed, strict=options.strict
+    )
+    data = prepare(preparation, Path(options.out))
+    for line in [*cut_at_positions(preparation), *remarks(data)]:
+        print(line)
+    counts = data.counts
+    print(
+        f"{options.out}: {counts['samples']} samples of {counts['usable']} conversations, {counts['tokens']} tokens, "
+        f"{counts['supervised tokens']} of them to learn"
+    )
+    return data
+
+
+def cut_at_positions(preparation: Preparation) -> list[str]:
+    """A line where the target takes shorter samples than asked for."""
+    positions, asked = preparation.positions, preparation.max_length
+    if positions >= asked:
+        return []
+    return [f"samples are cut at the target's {positions} positions, below {preparation.prefix}max_length {asked}"]
+
+
+def remarks(data: Prepared) -> list[str]:
+    """What was dropped, and what else is worth knowing, a line each."""
+    rows, lines = data.counts["rows"], []
+    for why, count in data.dropped.items():
+        places = ", ".join(data.dropped_at(why)) + (", ..." if count > SHOWN else "")
+        lines.append(f"{count} of {rows} conversations dropped, {why}: {places}")
+    lines += [f"{count} {what}" for what, count in data.index["notes"].items()]
+    if replaced := data.counts["replaced"]:
+        lines.append(f"{replaced} halves of surrogate pairs, which are no text, replaced by U+FFFD")
+    return lines
+
+
+def open_for(folder: str, preparation: Preparation) -> Prepared:
+    """The prepared data set in `folder`, which is the only source of `preparation`, if it fits the rest of that.
+
+    Raises UserError that names what differs.
+    """
+    data = open_prepared(Path(folder))
+    here, there, prefix = template_of(preparation.chat), data.index["template"], preparation.prefix
+    if here["digest"] != there.get("digest"):
+        names = ("template_kwargs", "chat_template", "template_date", "tokenizer")
+        name = next((name for name in names if here[name] != there.get(name)), "")
+        what = f"{name} {there.get(name)!r}, here it is {here[name]!r}" if name else "another chat template"
+        raise UserError(f"{folder}: was prepared with {what}; prepare it anew for this target")
+    if preparation.vocab_size and data.counts["max id"] >= preparation.vocab_size:
+        raise UserError(
+            f"{folder}: contains the id {data.counts['max id']}, the target's embedding has {preparation.vocab_size} "
+            "rows; prepare it anew for this target"
+        )
+    if data.counts["longest"] > preparation.length:
+        raise UserError(
+            f"option {prefix}max_length: {preparation.length} is below the longest sample of {folder}, "
+            f"{data.counts['longest']} tokens; raise it, or prepare it anew"
+        )
+    for name in ("weights", "limit"):
+        if getattr(preparation, name):
+            raise UserError(f"option {prefix}{name}: applies to conversations, {folder} is prepared; leave it out")
+    if preparation.strict and data.dropped:
+        raise strict_error(preparation, *data.first_dropped())
+    return data
+
+
 # ------------------------------------------------------------------------------------------------ the data set
 
 
 def prepare(preparation: Preparation, folder: Path | None = None, *, quiet: bool = False) -> Prepared:
-    """The prepared data set, written to `folder`, by default in the cache, unless it is there already.
+    """The prepared data set, written to `folder`, by default in the cache, unless it is there already. The only source
+    may itself be one.
 
     Of several processes that ask for the same one, the first writes it, and the others wait. Raises UserError where
     nothing can be used, and with `strict` for the first row that cannot.
     """
+    if prepared := [name for name in preparation.sources if is_prepared(name)]:
+        if len(preparation.sources) > 1 or folder:
+            raise UserError(f"{prepared[0]}: is prepared, and cannot be combined with other sources or prepared again")
+        return open_for(prepared[0], preparation)
     identity = identify(preparation)
     path = folder or prepared_cache() / identity.key
     data = find(path, identity.key, preparation.sources)
@@ -76,12 +204,13 @@ def write(preparation: Preparation, identity: Identity, folder: Path, quiet: boo
             tally.add(outcome, writer)
             progress.advance()
         tally.refuse_empty()
-        template = preparation.chat.record() | {
-            "tokenizer": preparation.chat.tokenizer_digest,
-            "digest": preparation.chat.digest,
-        }
         what = {"key": identity.key, "sources": preparation.sources, "settings": preparation.settings()}
-        writer.finish(what | {"template": template} | tally.index())
+        writer.finish(what | {"template": template_of(preparation.chat)} | tally.index())
+
+
+def template_of(chat: ChatTemplate) -> dict[str, Any]:
+    """What the index records of a chat template and its tokenizer."""
+    return chat.record() | {"tokenizer": chat.tokenizer_digest, "digest": chat.digest}
 
 
 @dataclass

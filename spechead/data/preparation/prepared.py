@@ -126,15 +126,19 @@ class PreparedSamples(Sequence[Sample]):
         """The kind that the conversation of a sample is marked with, or an empty name."""
         return str(self.data.index["kinds"][int(self.table["kind"][index])])
 
-    def count(self, field: str) -> Counter[str]:
-        """How many of these conversations have each kind, or each writer."""
-        _, first = np.unique(self.rows, return_index=True)
-        names = self.data.index[field]
-        numbers, counts = np.unique(self.table[field.removesuffix("s")][first], return_counts=True)
-        return Counter({names[number]: int(count) for number, count in zip(numbers, counts, strict=True)})
+    def kinds(self) -> Counter[str]:
+        """How many of these conversations are of each kind."""
+        return self._count("kind")
 
     def written_by(self) -> Counter[str]:
-        return self.count("writers")
+        """How many of these conversations each model wrote."""
+        return self._count("writer")
+
+    def _count(self, field: str) -> Counter[str]:
+        _, first = np.unique(self.rows, return_index=True)
+        numbers, counts = np.unique(self.table[field][first], return_counts=True)
+        names = self.data.index[f"{field}s"]
+        return Counter({names[number]: int(count) for number, count in zip(numbers, counts, strict=True)})
 
 
 def split_validation(samples: PreparedSamples, share: float, seed: int) -> tuple[PreparedSamples, PreparedSamples]:
@@ -207,8 +211,9 @@ def writing(folder: Path) -> Iterator[Writer]:
 
 
 def is_prepared(name: str) -> bool:
-    """Whether a source is the folder of a prepared data set."""
-    return (Path(name) / INDEX).is_file()
+    """Whether a source is the folder of a prepared data set, or of what is left of one."""
+    folder = Path(name)
+    return (folder / INDEX).is_file() and any((folder / part).is_file() for part in (IDS, SUPERVISED, SAMPLES))
 
 
 def open_prepared(folder: Path, sources: Sequence[str] = ()) -> Prepared:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import chain
@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from spechead.data.encode import Encoded, encode
 from spechead.data.messages import Unusable
-from spechead.pool import cores, map_in_order
 from spechead.data.preparation.settings import Preparation, Task
 from spechead.data.sources import parse
+from spechead.pool import cores, map_in_order
 from spechead.target.chat_template import ChatTemplate
 
 CHUNK_ROWS, CHUNK_BYTES = 64, 1 << 18  # what a worker is given at once
@@ -82,8 +82,8 @@ class RowEncoder:
             outcome.truncated += len(encoded.ids) > self.length
         if not outcome.samples:
             raise refused[0] if refused else Unusable("too short")
-        for error in refused:
-            outcome.notes[f"samples left out: {error.reason}"] += 1
+        for one in refused:
+            outcome.notes[f"samples left out: {one.reason}"] += 1
 
     def _refuse(self, encoded: Encoded) -> None:
         """Raise Unusable for a sample in which nothing can be learned, and for ids that the target lacks."""
@@ -95,7 +95,7 @@ class RowEncoder:
             raise Unusable("ids beyond the embedding's rows", f"id {foreign} of {self.vocab_size or MOST_IDS} rows")
 
 
-def outcomes(preparation: Preparation) -> Iterator[Outcome]:
+def outcomes(preparation: Preparation) -> Generator[Outcome]:
     """The outcome of every row, in order, by as many processes as are worth starting. Close it where left early."""
     encoder = RowEncoder(preparation.chat, preparation.length, preparation.history, preparation.vocab_size)
     rest = chunks(preparation.tasks())

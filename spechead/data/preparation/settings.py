@@ -1,6 +1,7 @@
 """What a prepared data set is made of and how, and the key that identifies it.
 
-The key covers all that the samples depend on, the bytes of the data and the code included: equal keys are equal samples.
+The key covers all that the samples depend on, the bytes of the data and the code included: with equal keys they are
+equal.
 """
 
 from __future__ import annotations
