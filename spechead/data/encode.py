@@ -97,6 +97,10 @@ class _Turns:
             if ignored:
                 raise Unusable(f"a {message['role']} message that the chat template ignores", self.chat.name)
 
+    def count(self, what: str, number: int) -> None:
+        if number:
+            self.counts[what] += number
+
     def prompt(self, place: int) -> str:
         """The text that the target is given before it writes the message at `place`."""
         if place not in self._prompts:
@@ -116,7 +120,7 @@ class _Turns:
         for kept, (first, end) in zip(self.kept, spans, strict=True):
             if kept and kept != ids[first:end]:
                 return []  # later prompts contain other ids than the target wrote
-        self.counts[KEPT] += sum(map(bool, self.kept))
+        self.count(KEPT, sum(map(bool, self.kept)))
         supervised = [False] * len(ids)
         for first, end in spans:
             supervised[first:end] = [True] * (end - first)
@@ -130,11 +134,11 @@ class _Turns:
         for place, kept in zip(self.places, self.kept, strict=True):
             prompt = self.chat.tokenize(self.prompt(place))
             ids = self.tokenized(place, prompt)
-            self.counts[KEPT] += bool(kept)
-            self.counts["answers with ids that differ from those of their text"] += bool(kept) and kept != ids
+            self.count(KEPT, bool(kept))
+            self.count("answers with ids that differ from those of their text", bool(kept) and kept != ids)
             answer = kept or ids
             if not answer:
-                self.counts["answers that are blank, or that the chat template hides"] += 1
+                self.count("answers that are blank, or that the chat template hides", 1)
                 continue
             if not samples or prompt[: len(samples[-1].ids)] != samples[-1].ids:
                 samples.append(Encoded([], []))
@@ -180,12 +184,12 @@ class _Turns:
         if not conversation.answer_ids:
             return none
         if conversation.meta.get("tokenizer", self.chat.tokenizer_digest) != self.chat.tokenizer_digest:
-            self.counts["answers with ids of another tokenizer"] += len(none)
+            self.count("answers with ids of another tokenizer", len(none))
             return none
         kept = []
         for ids, place in zip(conversation.answer_ids, self.places, strict=True):
             fit = not ids or self._fit(ids, self.messages[place])
-            self.counts["answers with ids that do not fit their text"] += not fit
+            self.count("answers with ids that do not fit their text", not fit)
             kept.append(list(ids) if fit else [])
         return kept
 
