@@ -47,7 +47,7 @@ EDGES = {
     "transformers": {f"target.{name}" for name in ("loading", "model", "rotary", "bundled", "cache", "attention")},
     "peft": {"target.adapter"},
     "gguf": {"formats.gguf_file", "target.bundled"},
-    "datasets": {"data.dataset"},
+    "datasets": {"data.sources"},
     "deepspeed": {"training.engine", "training.distributed"},
     "huggingface_hub": {"formats.card", "formats.push"},
     "wandb": {"training.log"},
