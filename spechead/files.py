@@ -84,7 +84,8 @@ def locked(folder: Path, option: str) -> Iterator[None]:
 
 @contextmanager
 def exclusively(lock: Path, note: str) -> Iterator[None]:
-    """Wait until no other process of this machine is in a block with the same lock file; meanwhile print `note` once.
+    """Wait until no other process of this machine is in a block with the same lock file; print `note`, if any, where that
+    takes time.
 
     The lock ends with the process, however that ends.
     """
@@ -94,7 +95,8 @@ def exclusively(lock: Path, note: str) -> Iterator[None]:
         try:
             file.acquire(timeout=1)
         except Timeout:
-            print(f"{note}: waiting for it", file=sys.stderr, flush=True)
+            if note:
+                print(f"{note}: waiting for it", file=sys.stderr, flush=True)
             file.acquire()
     try:
         yield

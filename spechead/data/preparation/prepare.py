@@ -156,8 +156,8 @@ def prepare(preparation: Preparation, folder: Path | None = None, *, quiet: bool
     """The prepared data set, written to `folder`, by default in the cache, unless it is there already. The only source
     may itself be one.
 
-    Of several processes that ask for the same one, the first writes it, and the others wait. Raises UserError where
-    nothing can be used, and with `strict` for the first row that cannot.
+    Of several processes that ask for the same one, the first writes it, and the others wait; `quiet`: without saying
+    so. Raises UserError where nothing can be used, and with `strict` for the first row that cannot.
     """
     if prepared := [name for name in preparation.sources if is_prepared(name)]:
         if len(preparation.sources) > 1 or folder:
@@ -168,12 +168,13 @@ def prepare(preparation: Preparation, folder: Path | None = None, *, quiet: bool
     data = find(path, identity.key, preparation.sources)
     if data is None:
         refuse_foreign(path)
-        with exclusively(path.with_name(f".{path.name}.lock"), f"another process prepares {path}"):
+        note = "" if quiet else f"another process prepares {path}"
+        with exclusively(path.with_name(f".{path.name}.lock"), note):
             data = find(path, identity.key, preparation.sources)
             if data is None:
                 for leftover in path.parent.glob(f".{path.name}.*.*"):  # of a process that was killed
                     remove(leftover)
-                write(preparation, identity, path, quiet)
+                write(preparation, identity, path)
                 data = open_prepared(path, preparation.sources)
     if preparation.strict and data.dropped:
         raise strict_error(preparation, *data.first_dropped())
@@ -194,10 +195,10 @@ def refuse_foreign(folder: Path) -> None:
         raise UserError(f"option out: {folder} exists and is no prepared data set, give another folder")
 
 
-def write(preparation: Preparation, identity: Identity, folder: Path, quiet: bool) -> None:
+def write(preparation: Preparation, identity: Identity, folder: Path) -> None:
     """Encode all rows into `folder`."""
     tally = Tally(preparation)
-    quiet = quiet or 0 < identity.rows <= SMALL_ROWS
+    quiet = 0 < identity.rows <= SMALL_ROWS
     progress = Progress("prepare", identity.rows, "row", quiet=quiet)
     with writing(folder) as writer, progress, closing(outcomes(preparation)) as results:
         for outcome in results:
