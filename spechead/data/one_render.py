@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
+from spechead.data.written import CLOSED
 from spechead.target.chat_template import SENTINEL, ChatTemplate, Keywords, Message, TemplateError, Tools
 
 Span = tuple[int, int]
@@ -33,6 +34,8 @@ def spans_in_one_render(
         return None
     if any(set(messages[place]) - {"role", "content"} or not messages[place]["content"].strip() for place in places):
         return None
+    if CLOSED.search(prompt(places[0])) and any("</" in messages[place]["content"] for place in places):
+        return None  # a thought after a closed one
     try:
         text = chat.render(messages[: places[-1] + 1], tools, keywords=keywords)
         spans = _text_spans(chat, text, messages, places, tools, keywords, prompt(places[0]))

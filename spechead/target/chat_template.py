@@ -56,15 +56,17 @@ class ChatTemplate:
 
         `keywords`: added to those of the template. Raises TemplateError where the template refuses the chat.
         """
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": generate, "tools": tools or None}
+        keywords = self.keywords | (keywords or {})
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools or None,
-                chat_template=self._source(bool(tools)),
-                tokenize=False,
-                add_generation_prompt=generate,
-                **self.keywords | (keywords or {}),
-            )
+            options["chat_template"] = self._source(bool(tools))
+            try:
+                text = self.tokenizer.apply_chat_template(list(messages), **options, **keywords)
+            except TypeError:
+                if not any(message.get("tool_calls") for message in messages):
+                    raise
+                # Some templates join the arguments of a call as text, most print the object.
+                text = self.tokenizer.apply_chat_template(list(map(_with_texts, messages)), **options, **keywords)
         except (ArithmeticError, AttributeError, JinjaError, LookupError, TypeError, ValueError) as error:
             why = " ".join(str(error).split())
             raise TemplateError(f"the chat template of {self.name} refuses a chat: {why}") from error
@@ -207,6 +209,18 @@ class ChatTemplate:
             raise TemplateError(f"the chat template of {self.name} hides where an assistant turn begins or ends")
         # A space before the answer belongs to the answer's first token, not to the prompt.
         return before[len(plain) :] if before[len(plain) :].strip() else ""
+
+
+def _with_texts(message: Message) -> Message:
+    """The message with the arguments of its tool calls as JSON text."""
+
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"].get("arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": text}}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [as_text(call) for call in calls]} if calls else message
 
 
 def read_template(value: str, tokenizer: Any) -> str:

@@ -192,7 +192,7 @@ TOOLS = (
     "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}{% for c in m.get('tool_calls', []) %}"
     "{{ '<h>' + (c.function | tojson) + '</h>' }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}" + ASSISTANT
 )
-CALLING = [
+CALLING: list[dict[str, Any]] = [
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]},
     {"role": "tool", "content": "2"},

@@ -63,6 +63,17 @@ def test_keywords_reach_the_template() -> None:
     assert chat.render(HI).startswith("a<|im_start|>") and chat.render(HI, keywords={"style": "b"}).startswith("b<")
 
 
+def test_arguments_of_a_call_are_given_as_text_where_the_template_joins_them() -> None:
+    calls = "{% for c in m.tool_calls or [] %}{{ 'call ' + c.function.arguments }}{% endfor %}"
+    joining = "{% for m in messages %}" + calls + "{% endfor %}"
+    call = {"function": {"name": "f", "arguments": {"a": "ü"}}}
+    assert with_template(joining).render([*HI, {"role": "assistant", "tool_calls": [call]}]) == 'call {"a": "ü"}'
+    with pytest.raises(TemplateError, match="refuses a chat"):
+        with_template(joining).render(
+            [*HI, {"role": "assistant", "tool_calls": [{"function": {"arguments": None}}, 3]}]
+        )
+
+
 def test_a_date_is_fixed_and_recorded_where_the_template_prints_it() -> None:
     chat = with_template(DATED, date="2024-07-26")
     assert chat.render(HI).startswith("26 Jul 2024 2024<|im_start|>")
