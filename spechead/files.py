@@ -84,8 +84,8 @@ def locked(folder: Path, option: str) -> Iterator[None]:
 
 @contextmanager
 def exclusively(lock: Path, note: str) -> Iterator[None]:
-    """Wait until no other process of this machine is in a block with the same lock file; print `note`, if any, where that
-    takes time.
+    """Wait until no other process of this machine is in a block with the same lock file. `note`, unless empty, is
+    printed where that takes time.
 
     The lock ends with the process, however that ends.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from spechead.data.dataset import Sample, answers_of_other_models
 from spechead.data.draft_vocabulary import draft_vocabulary
 from spechead.data.preparation.prepare import cut_at_positions, prepare, remarks
-from spechead.data.preparation.prepared import PreparedSamples, split_validation
+from spechead.data.preparation.prepared import split_validation
 from spechead.data.preparation.settings import Preparation
 from spechead.data.template_record import recorded_template, template_warning
 from spechead.decoding.tree import parse_tree
@@ -29,8 +29,9 @@ from spechead.training.recipe import DataConfig, Recipe
 class Data:
     """The samples of a run, and what was noticed about them."""
 
-    training: PreparedSamples
-    validation: PreparedSamples
+    training: Sequence[Sample]
+    validation: Sequence[Sample]
+    place: Callable[[int], str]  # of the conversation in its source, by `Sample.row`
     dropped: dict[str, int]  # number of unusable conversations by reason
     foreign: str  # how many answers are not marked as the target's own; empty where all are
 
@@ -50,7 +51,7 @@ def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> Data:
         if foreign:
             print(f"data: {foreign}; a head learns most from the target's own answers (spechead data synthesize)")
     training, validation = split_validation(prepared.samples, recipe.data.validation_share, recipe.seed)
-    return Data(training, validation, prepared.dropped, foreign)
+    return Data(training, validation, prepared.samples.place, prepared.dropped, foreign)
 
 
 def preparation_of(data: DataConfig, target: Target, seed: int) -> Preparation:

@@ -257,7 +257,7 @@ def _refuse_not_finite(loss: Tensor, step: int, batch: Batch, run: Run) -> None:
         return
     bad = [name for name, p in run.module.head.named_parameters() if not torch.isfinite(p).all()]
     where = f"parameter {bad[0]}" if bad else "an activation"
-    places = ", ".join(run.data.training.place(row) for row in batch.rows)
+    places = ", ".join(map(run.data.place, batch.rows))
     raise UserError(
         f"step {step}: the loss is {float(loss.detach())} on the conversation(s) {places}; "
         f"the first tensor that is not finite is {where}. "

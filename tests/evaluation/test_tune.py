@@ -49,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options.template = dict  # type: ignore[method-assign]
     texts = tune.calibration_texts(options, target)
     assert all(len(text.ids) - text.supervised.int().argmax() == 20 for text in texts)
-    save_head(trained("medusa", target, texts, 3), root / "head", {"note": "kept"})
+    save_head(trained("medusa", target, list(texts), 3), root / "head", {"note": "kept"})
     spoken = [[("user", "ab"), ("assistant", "cd cd cd")], [("user", "x"), ("assistant", "y y y y")]]
     talks = [{"messages": [{"role": r, "content": c} for r, c in talk]} for talk in spoken]
     (root / "data.jsonl").write_text("\n".join(map(json.dumps, talks)))

@@ -134,7 +134,10 @@ def change(**values: Any) -> Callable[[Path], None]:
 
 
 def shorten(name: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-1])  # type: ignore[func-returns-value]
+    def apply(folder: Path) -> None:
+        (folder / name).write_bytes((folder / name).read_bytes()[:-1])
+
+    return apply
 
 
 def retable(field: str, value: int) -> Callable[[Path], None]:
