@@ -167,7 +167,8 @@ def prepare(preparation: Preparation, folder: Path | None = None, *, quiet: bool
     path = folder or prepared_cache() / identity.key
     data = find(path, identity.key, preparation.sources)
     if data is None:
-        refuse_foreign(path)
+        if folder:
+            refuse_foreign(folder, preparation.sources)
         note = "" if quiet else f"another process prepares {path}"
         with exclusively(path.with_name(f".{path.name}.lock"), note):
             data = find(path, identity.key, preparation.sources)
@@ -189,8 +190,11 @@ def find(folder: Path, key: str, sources: list[str]) -> Prepared | None:
         return None
 
 
-def refuse_foreign(folder: Path) -> None:
-    """Raise UserError where `folder` is not empty and no prepared data set: it would be replaced."""
+def refuse_foreign(folder: Path, sources: list[str]) -> None:
+    """Raise UserError where `folder` is not empty and no prepared data set, which it would replace, or in a source."""
+    for name in sources:
+        if folder.resolve().is_relative_to(Path(name).resolve()):
+            raise UserError(f"option out: {folder} is inside the source {name}, give a folder elsewhere")
     if folder.exists() and not is_prepared(str(folder)) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"option out: {folder} exists and is no prepared data set, give another folder")
 

@@ -25,10 +25,8 @@ from spechead.files import PACKAGE, reason
 from spechead.target.bundled import cache_folder
 from spechead.target.chat_template import ChatTemplate
 
-# The modules that samples depend on.
-CODE = [f"data/{name}" for name in ("conversation", "encode", "layouts", "messages", "one_render", "sources")]
-CODE += [f"data/preparation/{name}" for name in ("prepare", "prepared", "row_encoder", "settings")]
-CODE += ["target/chat_template"]
+# The modules that samples may depend on.
+CODE = ("data/*.py", "data/preparation/*.py", "target/chat_template.py")
 
 
 class Task(NamedTuple):
@@ -134,8 +132,8 @@ def content(source: str) -> tuple[str, int]:
 def code_version() -> str:
     """A hash of the code that samples depend on."""
     sha = hashlib.sha256(f"{version('transformers')} {version('tokenizers')}".encode())
-    for name in CODE:
-        sha.update((PACKAGE / f"{name}.py").read_bytes())
+    for path in sorted(path for pattern in CODE for path in PACKAGE.glob(pattern)):
+        sha.update(path.read_bytes())
     return sha.hexdigest()
 
 

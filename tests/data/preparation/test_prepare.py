@@ -18,7 +18,7 @@ import pytest
 from spechead.cli import main
 from spechead.data.preparation import prepare as module
 from spechead.data.preparation.prepare import Preparation, cut_at_positions, prepare, remarks
-from spechead.data.preparation.prepared import IDS, open_prepared
+from spechead.data.preparation.prepared import IDS, INDEX, open_prepared
 from spechead.errors import UserError
 from spechead.target.chat_template import ChatTemplate
 from tests.data.preparation.test_row_encoder import FORGETS, chat_row
@@ -73,7 +73,7 @@ def test_a_path_that_can_be_written_otherwise_is_named_as_the_reader_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, preparation: Preparation
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    data = prepare(replace(preparation, sources=["./one.jsonl", str(tmp_path)], weights=[]), tmp_path / "out" / "set")
+    data = prepare(replace(preparation, sources=["./one.jsonl", str(tmp_path)], weights=[]))
     assert data.samples.place(0) in ("one.jsonl line 1", "./one.jsonl line 1")
     assert data.samples.place(5) == f"{tmp_path}/one.jsonl line 3"
 
@@ -175,6 +175,8 @@ def test_a_damaged_set_in_the_cache_is_written_anew(preparation: Preparation, ca
     ids = data.ids.tolist()
     (data.folder / IDS).write_bytes(b"")
     assert prepare(preparation).ids.tolist() == ids
+    (data.folder / INDEX).unlink()
+    assert prepare(preparation).ids.tolist() == ids
 
 
 def test_a_named_folder_is_replaced_if_it_is_a_prepared_set(preparation: Preparation, tmp_path: Path) -> None:
@@ -182,9 +184,12 @@ def test_a_named_folder_is_replaced_if_it_is_a_prepared_set(preparation: Prepara
     assert prepare(replace(preparation, max_length=50), tmp_path / "set").counts["longest"] == 50
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
-    for name in ("mine", "one.jsonl"):
-        with pytest.raises(UserError, match=r"option out: .* exists and is no prepared data set, give another folder"):
-            prepare(preparation, tmp_path / name)
+    with pytest.raises(UserError, match=r"option out: .* exists and is no prepared data set, give another folder"):
+        prepare(preparation, tmp_path / "mine")
+    inside = replace(preparation, sources=[str(tmp_path)], weights=[])
+    for asked, name in ((preparation, "one.jsonl"), (inside, "set")):
+        with pytest.raises(UserError, match=r"option out: .* is inside the source .*, give a folder elsewhere"):
+            prepare(asked, tmp_path / name)
     (tmp_path / "empty").mkdir()
     assert prepare(preparation, tmp_path / "empty").counts["samples"] == 4
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,19 @@ def test_notes_are_of_rows_that_are_used() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ processes
+
+
+def test_an_encoder_passes_to_a_process_that_is_started_anew() -> None:
+    encoder, task = (
+        RowEncoder(chat_of_toy(), 60, "each", 97),
+        Task(0, 0, 1, Row("", json.dumps(chat_row("Hi")).encode())),
+    )
+    encoder([task])  # fills what is cached in it
+    assert [one.reason for one in pickle.loads(pickle.dumps(encoder))([task])] == ["no assistant turn"]
+
+
+def chat_of_toy() -> ChatTemplate:
+    return ChatTemplate(make_toy_tokenizer())
 
 
 def write(path: Path, rows: Sequence[Any]) -> str:

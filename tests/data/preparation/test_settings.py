@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -99,40 +100,17 @@ def test_the_files_of_a_folder_count_with_their_names(preparation: Preparation, 
 
 
 def test_the_code_counts(preparation: Preparation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("data", "target"):
+        shutil.copytree(files.PACKAGE / name, tmp_path / "package" / name)
+    monkeypatch.setattr(settings, "code_version", settings.code_version.__wrapped__)  # not cached
     before = identify(preparation).key
-    for name in settings.CODE:
-        copy = tmp_path / "package" / f"{name}.py"
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        copy.write_bytes((files.PACKAGE / f"{name}.py").read_bytes())
     monkeypatch.setattr(settings, "PACKAGE", tmp_path / "package")
-    settings.code_version.cache_clear()
-    try:
-        assert identify(preparation).key == before
-        for name in settings.CODE:
-            with (tmp_path / "package" / f"{name}.py").open("a") as file:
-                file.write("#\n")
-            settings.code_version.cache_clear()
-            assert identify(preparation).key != before
-            before = identify(preparation).key
-    finally:
-        settings.code_version.cache_clear()
-
-
-def test_all_modules_that_make_samples_are_in_the_key() -> None:
-    """Those that `encode` and `parse` use, directly or not."""
-    missing, seen = [], set()
-    todo = ["data/encode", "data/sources"]
-    while todo:
-        name = todo.pop()
-        seen.add(name)
-        for line in (files.PACKAGE / f"{name}.py").read_text().splitlines():
-            words = line.split()
-            if words[:1] == ["from"] and words[1].startswith("spechead.data"):
-                modules = [words[1]] if words[1] != "spechead.data" else [f"spechead.data.{words[3].rstrip(',')}"]
-                found = [module.removeprefix("spechead.").replace(".", "/") for module in modules]
-                todo += [module for module in found if module not in seen]
-                missing += [module for module in found if module not in settings.CODE]
-    assert missing == []
+    assert identify(preparation).key == before
+    for name in ("data/encode", "data/sources", "data/preparation/row_encoder", "target/chat_template"):
+        with (tmp_path / "package" / f"{name}.py").open("a") as file:
+            file.write("#\n")
+        assert identify(preparation).key != before
+        before = identify(preparation).key
 
 
 def test_a_hub_dataset_counts_with_its_contents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
