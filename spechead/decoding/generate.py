@@ -129,7 +129,9 @@ class _Batch:
         ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long, device=self._target.device)  # [B, P]
         for row, sequence in enumerate(self.active):
             ids[row, : lengths[row]] = sequence.ids
-        out = self._target.forward(ids, taps=self._taps, cache=self._cache)
+        last = torch.tensor(lengths, device=ids.device)[:, None] - 1  # [B, 1]
+        positions = torch.arange(ids.shape[1], device=ids.device).minimum(last)  # [B, P]; none beyond its own text
+        out = self._target.forward(ids, taps=self._taps, cache=self._cache, positions=positions)
         self._cache.set_lengths(lengths)
         for row, sequence in enumerate(self.active):
             prompt = out.row(row, lengths[row])
@@ -144,6 +146,7 @@ class _Batch:
     @phase("verify")
     def verify(self, trees: Sequence[Tree]) -> _Verified:
         """Run the target once over all trees."""
+        self._reread()
         self._past = self._cache.length
         inputs = _inputs(self._target, trees, self.active)
         nodes = self._target.forward(**inputs, taps=self._taps, cache=self._cache)
@@ -166,6 +169,15 @@ class _Batch:
         for row, (sequence, result) in enumerate(zip(self.active, accepted, strict=True)):
             sequence.commit(result, verified.nodes.row(row))
         self._drop_finished()
+
+    def _reread(self) -> None:
+        """Read the texts again whose rotary positions change, as a whole, with the token that comes next."""
+        for row, sequence in enumerate(self.active):
+            if self._target.outgrows(sequence.length):
+                cache = KVCache()
+                self._target.forward(sequence.ids[None], cache=cache)
+                cache.crop(sequence.length - 1)
+                self._cache.replace(row, cache)
 
     def _drop_finished(self) -> None:
         rows = [row for row, sequence in enumerate(self.active) if not sequence.finish_reason]

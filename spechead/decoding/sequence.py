@@ -118,14 +118,18 @@ class ActiveSequence:
         self._append(first.tolist(), first, 0)
 
     def propose(self, drafter: Drafter | None) -> Tree:
-        """The drafter's tree, without drafts beyond the cap."""
+        """The drafter's tree, without drafts beyond the cap, nor from one side of the rotary border to the other."""
         plan = self._speculation.tree
         room = self.cap - len(self.tokens) - 1  # for drafts, one token being the bonus
         if drafter is None or plan is None or room < 1:
             return Tree.root(self._fresh[-1:])
+        border = self._target.rotary_border
+        if border is not None and self.length <= border:
+            room = min(room, border - self.length)
         temperature = self._speculation.draft_temperature
         drawing = Drawing(temperature, self._random) if temperature else None
-        return drafter.propose(self._state, self._fresh, self._out, plan.limited(room), drawing).pruned(room)
+        plan = plan.limited(max(room, 1))  # without room the drafter still has to read the fresh tokens
+        return drafter.propose(self._state, self._fresh, self._out, plan, drawing).pruned(room)
 
     def accept(self, tree: Tree, logits: Tensor) -> Accepted:
         """The drafts to accept, given the target's logits [N, V], those of the tree's n nodes first."""
@@ -192,9 +196,7 @@ def _cap(target: Target, prompt: int, max_new_tokens: int) -> int:
     if max_new_tokens < 1:
         raise UserError(f"option max_new_tokens: must be at least 1, got {max_new_tokens}")
     if prompt >= target.max_positions:
-        raise UserError(
-            f"the prompt has {prompt} tokens, but target {target.name!r} has {target.max_positions} positions"
-        )
+        raise UserError(f"the prompt has {prompt} tokens, but target {target.name!r} has {target.positions_text}")
     return min(max_new_tokens, target.max_positions - prompt)
 
 

@@ -106,7 +106,7 @@ def encode_prompts(prompts: Sequence[Prompt], target: Target, options: ModelOpti
         if room < 2:
             raise UserError(
                 f"option prompts: prompt {prompt.question_id} has {len(ids)} tokens, "
-                f"too many for the {target.max_positions} positions of {target.name}"
+                f"too many for target {target.name!r}, which has {target.positions_text}"
             )
         questions.append(Question(prompt, ids, min(options.max_new_tokens, room), seed + index))
     return questions

@@ -47,6 +47,12 @@ class KVBuffer:
             self._keys[rows, :, place] = self._keys[rows, :, source]  # the right side is gathered before the write
             self._values[rows, :, place] = self._values[rows, :, source]
 
+    def replace(self, row: int, other: KVBuffer) -> None:
+        """Overwrite the first tokens of batch row `row` by those of `other`, which has one row."""
+        for own, new in ((self._keys, other._keys), (self._values, other._values)):
+            if own is not None and new is not None:
+                own[row, :, : other.length] = new[0, :, : other.length]
+
     def crop(self, length: int) -> None:
         """Drop all tokens from `length` on."""
         self.length = min(length, self.length)
@@ -121,6 +127,11 @@ class KVCache(Cache):
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Set the number of tokens of each row after prompts of unequal length were stored, padded on the right."""
         self.lengths = list(lengths) if min(lengths) < self.length else None
+
+    def replace(self, row: int, other: KVCache) -> None:
+        """Overwrite the tokens of `row` by those of `other`, the same text read anew, as long as the row."""
+        for layer, new in zip(self.layers, other.layers, strict=True):
+            layer.buffer.replace(row, new.buffer)
 
     def select(self, index: Tensor) -> None:
         """Keep the batch rows `index` [n]."""

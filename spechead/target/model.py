@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,6 +27,7 @@ from spechead.target.cache import KVCache
 from spechead.target.families import decoder_layers, decoder_of, eos_ids, scaled_logits, takes_mask_dict, with_module
 from spechead.target.masks import attention_masks, refuse_unknown_layers
 from spechead.target.packed_linear import PackedLinear, can_pack, pack_linears
+from spechead.target.switching_rotary import SwitchingRotary, grows_with_length
 from spechead.target.taps import Taps
 
 
@@ -79,6 +81,7 @@ class Target:
         self._shared_attention = bool(getattr(model, "_supports_sdpa", False) or softcapped)
         model.set_attn_implementation(attention.NAME if self._shared_attention else "eager")
         self._mask_dict = takes_mask_dict(self.decoder)
+        self._rotary = SwitchingRotary.of(model, self.decoder, self.config, name)
         refuse_unknown_layers(self.config, name)
         self._check_decoding()
 
@@ -129,6 +132,23 @@ class Target:
         """The name of the model, followed by that of its adapter."""
         return f"{self.base} with {self.adapter}" if self.adapter else self.base
 
+    @property
+    def rotary_border(self) -> int | None:
+        """The length at which rotary factors switch (longrope), if they do: no tree may reach from within it beyond."""
+        return self._rotary.border if self._rotary else None
+
+    def outgrows(self, length: int) -> bool:
+        """Whether a text of `length` tokens, the last one not in the cache yet, must be read again as a whole."""
+        return self._rotary is not None and self._rotary.rereads and length == self._rotary.border + 1
+
+    @property
+    def positions_text(self) -> str:
+        """`256 positions`, for messages, with the reason where other programs go further."""
+        text = f"{self.max_positions} positions"
+        if not grows_with_length(self.config):
+            return text
+        return f"{text} (beyond them its dynamic rotary scaling would change those of all cached tokens)"
+
     def pack(self) -> None:
         """Reorder the weights for fast decoding on a CPU; the weights of the layers cannot be read afterwards."""
         _ = self.fingerprint  # computed from the weights, which packing drops
@@ -175,7 +195,9 @@ class Target:
         )
         arguments = {self.cache_keyword: cache, "use_cache": cache is not None}
         tapped = Taps(self._blocks, taps)
-        with torch.set_grad_enabled(gradient), tapped:
+        switches = self._rotary is not None and past + ids.shape[1] > self._rotary.border  # positions are below the sum
+        factors = self._rotary.by_document(positions) if self._rotary and switches else nullcontext()
+        with torch.set_grad_enabled(gradient), tapped, factors:
             out = self.decoder(input_ids=ids, position_ids=positions, attention_mask=mask, **arguments)
         hidden = out.last_hidden_state  # [B, T, H]
         return TargetOutput(hidden, tapped.features(hidden))

@@ -34,7 +34,7 @@ def test_a_prompt_without_room_is_named() -> None:
     target = make_target()
     target.max_positions = 10
     with pytest.raises(
-        UserError, match=r"option prompts: prompt 1 has \d+ tokens, too many for the 10 positions of tiny"
+        UserError, match=r"option prompts: prompt 1 has \d+ tokens, too many for target 'tiny-llama', which has 10 pos"
     ):
         measure.encode_prompts(PROMPTS, target, MeasureOptions(target="tiny"))
 

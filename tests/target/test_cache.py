@@ -63,3 +63,13 @@ def test_rows_of_equal_length_need_no_lengths() -> None:
     append(cache, [[5, 6], [7, 8]])
     cache.keep([[0, 1], [0, 1]], 2)
     assert cache.lengths is None and stored(cache) == [[1, 2, 5, 6], [3, 4, 7, 8]]
+
+
+def test_one_row_is_replaced_and_the_others_stay() -> None:
+    cache, anew = KVCache(), KVCache()
+    append(cache, [[1, 2, 3], [7, 8, 0]])
+    cache.set_lengths([3, 2])
+    append(anew, [[17, 18, 19]])
+    anew.crop(2)
+    cache.replace(1, anew)
+    assert stored(cache) == [[1, 2, 3], [17, 18]] and cache.length == 3
