@@ -141,6 +141,14 @@ class Target:
         """Whether a text of `length` tokens, the last one not in the cache yet, must be read again as a whole."""
         return self._rotary is not None and self._rotary.rereads and length == self._rotary.border + 1
 
+    def reread(self, cache: KVCache, row: int, ids: Tensor) -> None:
+        """Read the text `ids` [n], which has just outgrown the rotary border, again as a whole, and put all but its
+        last token into the row of `cache` in place of what is there."""
+        anew = KVCache()
+        self.forward(ids[None], cache=anew)
+        anew.crop(ids.shape[0] - 1)
+        cache.replace(row, anew)
+
     @property
     def positions_text(self) -> str:
         """`256 positions`, for messages, with the reason where other programs go further."""
@@ -235,6 +243,17 @@ class Target:
             self._cached_layer = rows, dtype, PackedLinear(layer) if packed else layer
         return self._cached_layer[2]
 
+    def check_finite(self, hidden: Tensor, logits: Tensor) -> None:
+        """Raise UserError unless all final hidden states and all logits are finite."""
+        for values, what in ((hidden, "hidden states after the final norm"), (logits, "logits")):
+            if not values.isfinite().all():
+                float16 = "; use --dtype bfloat16 or float32" if self.dtype == torch.float16 else ""
+                remedy = float16 or ": its weights are damaged, or do not fit its config"
+                raise UserError(
+                    f"target {self.name!r} in {loading.dtype_name(self.dtype)} computes {what} that are not finite "
+                    f"(infinite or NaN){remedy}"
+                )
+
     def synchronise(self) -> None:
         """Wait until the device has finished all queued work."""
         if self.device.type == "cuda":
@@ -300,11 +319,13 @@ class Target:
         visible = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool, device=self.device)
         positions = torch.tensor([[0, 1, 1]], device=self.device)
         try:
-            ours = self.logits(self.forward(tree, positions=positions, visible=visible).hidden)[0]  # [3, V]
+            hidden = self.forward(tree, positions=positions, visible=visible).hidden[0]  # [3, H]
+            ours = self.logits(hidden)  # [3, V]
         except torch.OutOfMemoryError:
             raise
         except (ValueError, RuntimeError, TypeError) as error:
             raise self._unfit("does not accept explicit positions and masks, which trees and batches need") from error
+        self.check_finite(hidden, ours)
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
 
         def same(node: int, row: int, place: int) -> bool:

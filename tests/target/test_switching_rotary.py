@@ -62,7 +62,7 @@ def test_the_border_is_read_from_all_kinds_of_configs() -> None:
 
 def test_a_rotary_that_is_not_found_is_refused() -> None:
     config = transformers.LlamaConfig(**BASE, rope_parameters=longrope())
-    with pytest.raises(UserError, match=r"target 'x' \(llama\) has longrope scaling, but no module"):
+    with pytest.raises(UserError, match=r"target 'x' \(llama\) scales its positions by longrope in no known"):
         SwitchingRotary.of(None, nn.Identity(), config, "x")
 
 
