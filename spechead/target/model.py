@@ -24,7 +24,15 @@ from spechead.errors import UserError
 from spechead.target import attention, loading
 from spechead.target.adapter import Adapter
 from spechead.target.cache import KVCache
-from spechead.target.families import decoder_layers, decoder_of, eos_ids, scaled_logits, takes_mask_dict, with_module
+from spechead.target.families import (
+    decoder_layers,
+    decoder_of,
+    eos_ids,
+    ignored_generation,
+    scaled_logits,
+    takes_mask_dict,
+    with_module,
+)
 from spechead.target.masks import attention_masks, refuse_unknown_layers
 from spechead.target.packed_linear import PackedLinear, can_pack, pack_linears
 from spechead.target.switching_rotary import SwitchingRotary, grows_with_length
@@ -67,6 +75,7 @@ class Target:
         self.n_layers: int = self.config.num_hidden_layers
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
         self.eos_ids = eos_ids(model, tokenizer)
+        self.ignored_generation = ignored_generation(model)
         self.packed = False
         self.decoder = decoder_of(model)
         self._blocks = decoder_layers(self.decoder, self.n_layers, name)

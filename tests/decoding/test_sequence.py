@@ -100,7 +100,8 @@ def test_a_prompt_that_cannot_be_decoded_is_named(target: Target, prompt: Any, c
 
 
 def test_a_prompt_may_be_any_sequence_of_ids(target: Target) -> None:
-    for prompt in ((5, 6), torch.tensor([5, 6]), torch.tensor([5, 6], dtype=torch.int32).numpy(), range(5, 7)):
+    prompts: list[Any] = [(5, 6), torch.tensor([5, 6]), torch.tensor([5, 6], dtype=torch.int32).numpy(), range(5, 7)]
+    for prompt in prompts:
         sequence = ActiveSequence(target, prompt, Sampler(), Speculation(), 3, (), keep_gaps=False)
         assert sequence.ids.tolist() == [5, 6]
 
