@@ -177,7 +177,7 @@ class _Batch:
     def _reread(self) -> None:
         """Read the texts again whose rotary positions change, as a whole, with the token that comes next."""
         for row, sequence in enumerate(self.active):
-            if self._target.outgrows(sequence.length):
+            if self._target.outgrows(sequence.length - 1, sequence.length):
                 self._target.reread(self._cache, row, sequence.ids)
 
     def _drop_finished(self) -> None:

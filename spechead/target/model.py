@@ -146,13 +146,14 @@ class Target:
         """The length at which rotary factors switch (longrope), if they do: no tree may reach from within it beyond."""
         return self._rotary.border if self._rotary else None
 
-    def outgrows(self, length: int) -> bool:
-        """Whether a text of `length` tokens, the last one not in the cache yet, must be read again as a whole."""
-        return self._rotary is not None and self._rotary.rereads and length == self._rotary.border + 1
+    def outgrows(self, cached: int, length: int) -> bool:
+        """Whether a text of `length` tokens, of which `cached` were read with short rotary factors, is to be read again
+        as a whole, as transformers does."""
+        return self._rotary is not None and self._rotary.rereads and 0 < cached <= self._rotary.border < length
 
     def reread(self, cache: KVCache, row: int, ids: Tensor) -> None:
-        """Read the text `ids` [n], which has just outgrown the rotary border, again as a whole, and put all but its
-        last token into the row of `cache` in place of what is there."""
+        """Read the text `ids` [n] again as a whole, and put all but its last token into the row of `cache` in place of
+        what is there."""
         anew = KVCache()
         self.forward(ids[None], cache=anew)
         anew.crop(ids.shape[0] - 1)

@@ -46,7 +46,7 @@ def test_plain_text_is_that_of_transformers(target: Target) -> None:
     before = [by_transformers(target, prompt) for prompt in PROMPTS]
     assert plain(target) == before
     assert [by_transformers(target, prompt) for prompt in PROMPTS] == before  # the model is left as it was
-    assert target.outgrows(BORDER + 1) == (target.config.model_type != "llama") and not target.outgrows(BORDER)
+    assert target.outgrows(BORDER, BORDER + 1) == (target.config.model_type != "llama")
 
 
 def test_a_batch_on_both_sides_is_what_its_texts_are_alone(target: Target) -> None:
@@ -80,6 +80,16 @@ def test_every_drafter_crosses_the_border(target: Target) -> None:
             assert [row.tokens for row in rows] == texts, (name, str(plan))
             accepted[name] += sum(sum(row.stats.accepted) for row in rows)
     assert accepted["same"] > 60, accepted
+
+
+@pytest.mark.parametrize("plan", [chain(4), TREE], ids=str)
+def test_a_draft_model_reads_again_what_its_target_does(plan: Plan) -> None:
+    target = make_target("phi3-longrope")
+    for drafter in (DraftModel(target, target), Staged(DraftModel(target, target), SelfSpeculative(target, (0, 1)))):
+        for prompt in PROMPTS:
+            chosen = Speculation(plan if drafter.branches else chain(4))
+            stats = generate(target, prompt, drafter, speculation=chosen, max_new_tokens=NEW).stats
+            assert stats.accepted == stats.drafted
 
 
 def test_samples_are_those_of_plain_decoding(target: Target) -> None:
