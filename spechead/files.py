@@ -1,5 +1,5 @@
 """Write files and folders whole or not at all, read JSON and JSONL, lock a folder, check that a run is resumed with
-the same settings, and find shipped files.
+the same settings, find shipped files, and make a text fit for UTF-8.
 
 A write goes to a temporary name in the same folder and is renamed, so that a killed run or a full disk never leaves
 half a file under the final name.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from filelock import FileLock, Timeout
 from spechead.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parent
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""A half of a UTF-16 pair, which no text holds: JSON escapes and undecodable bytes of a command line leave them."""
 REASONS = {
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
@@ -82,7 +85,8 @@ def locked(folder: Path, option: str) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; what the body writes there, a file or a folder, becomes `path` at its end.
 
-    If the body raises, nothing is left of it and an earlier `path` is unchanged. An OSError becomes a UserError.
+    If the body raises, nothing is left of it and an earlier `path` is unchanged. An OSError becomes a UserError. Files
+    may be read as the umask says, whatever made them.
     """
     path = Path(os.path.abspath(path))
     make_folder(path.parent)
@@ -90,6 +94,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield scratch
         flush(scratch)
+        share(scratch)
         if scratch.is_dir() and path.is_dir():
             path.rename(old)  # a folder cannot be renamed over another
         os.replace(scratch, path)
@@ -113,9 +118,24 @@ def remove(path: Path) -> None:
 
 def flush(path: Path) -> None:
     """Write a file, or all files in a folder, through to the disk; raises OSError."""
-    for file in [path] if path.is_file() else [inside for inside in path.rglob("*") if inside.is_file()]:
+    for file in files_in(path):
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
+
+
+def share(path: Path) -> None:
+    """Give a file, or all files in a folder, the mode of a new file: safetensors makes them private to their owner,
+    and servers run as other users."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in files_in(path):
+        with suppress(OSError):  # a file system without modes
+            file.chmod(0o666 & ~mask)
+
+
+def files_in(path: Path) -> list[Path]:
+    """The file itself, or all files in a folder."""
+    return [path] if path.is_file() else [inside for inside in path.rglob("*") if inside.is_file()]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -155,8 +175,13 @@ def read_jsonl(path: Path, what: str, *, growing: bool = False) -> Iterator[tupl
         raise UserError(f"cannot read the {what} {path}: {reason(error)}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"the {what} {path} are not UTF-8 text: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} line {number}: not valid JSON: {error}") from error
+
+
+def clean(text: str) -> str:
+    """The text with lone surrogates replaced by U+FFFD: without that, tokenizers and files refuse it."""
+    return SURROGATE.sub("\ufffd", text)
 
 
 # ------------------------------------------------------------------------------------------------ resuming

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.text import Text
 
-from spechead.data.chat import prompt_ids
 from spechead.decoding.detokenize import Decoder, Piece, StreamDetokenizer
 from spechead.decoding.generate import RANKED, Generation, OnCommit, generate
 from spechead.decoding.tree import Plan, parse_tree
@@ -20,6 +19,7 @@ from spechead.drafters.parse import parse_drafter
 from spechead.errors import UserError
 from spechead.evaluation.aggregate import first_difference
 from spechead.evaluation.options import DecodingOptions, note_ignored_generation
+from spechead.files import clean
 from spechead.heads import Head
 from spechead.target.model import Target
 
@@ -58,6 +58,7 @@ class GenerateOptions(DecodingOptions):
             raise UserError(f"option tree: {plan} branches, {self.drafter} cannot; use chain:{plan.depth} or the like")
         if not self.prompt.strip():
             raise UserError("option prompt: must not be empty")
+        self.prompt, self.system = clean(self.prompt), clean(self.system)
 
     @property
     def plan(self) -> Plan | None:
@@ -97,7 +98,7 @@ def stream_answer(options: GenerateOptions) -> None:
 def _encode_prompt(options: GenerateOptions, target: Target) -> list[int]:
     system = [{"role": "system", "content": options.system}] if options.system else []
     messages = [*system, {"role": "user", "content": options.prompt}]
-    return prompt_ids(target.tokenizer, messages, options.template())
+    return target.chat.prompt_ids(messages)
 
 
 class Display:

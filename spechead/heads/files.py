@@ -72,9 +72,10 @@ class HeadInfo:
         return bool(self.meta.get("four_bits", False))
 
     @property
-    def template_kwargs(self) -> dict[str, Any]:
-        """The chat template's keywords during training."""
-        return dict(self.meta.get("template_kwargs") or {})
+    def template(self) -> dict[str, Any]:
+        """The chat template during training, as `ChatTemplate.record` gives it."""
+        kept = {name: str(self.meta.get(name) or "") for name in ("chat_template", "template_date")}
+        return {"template_kwargs": dict(self.meta.get("template_kwargs") or {})} | kept
 
     @property
     def foreign_data(self) -> str:
@@ -154,7 +155,6 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    path.chmod(0o644)  # the library makes it readable for its owner only, and servers run as other users
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:
