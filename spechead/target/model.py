@@ -237,8 +237,10 @@ class Target:
         )
         arguments = {self.cache_keyword: cache, "use_cache": cache is not None}
         tapped = Taps(self._blocks, taps)
-        switches = self._rotary is not None and past + ids.shape[1] > self._rotary.border  # positions are below the sum
-        factors = self._rotary.by_document(positions) if self._rotary and switches else nullcontext()
+        several = ids.shape[0] > 1 or past == 0  # else it is one text, as transformers takes it
+        reach = past + ids.shape[1]  # positions are below it
+        switching = self._rotary is not None and several and reach > self._rotary.border
+        factors = self._rotary.by_document(positions) if self._rotary and switching else nullcontext()
         with torch.set_grad_enabled(gradient), tapped, factors:
             out = self.decoder(input_ids=ids, position_ids=positions, attention_mask=mask, **arguments)
         hidden = out.last_hidden_state  # [B, T, H]
@@ -281,11 +283,12 @@ class Target:
         """Raise UserError unless all final hidden states and all logits are finite."""
         for values, what in ((hidden, "hidden states after the final norm"), (logits, "logits")):
             if not values.isfinite().all():
-                float16 = "; use --dtype bfloat16 or float32" if self.dtype == torch.float16 else ""
-                remedy = float16 or ": its weights are damaged, or do not fit its config"
+                remedy = "its weights are damaged, or do not fit its config"
+                if self.dtype == torch.float16:  # whose range is small
+                    remedy = "use --dtype bfloat16 or float32"
                 raise UserError(
                     f"target {self.name!r} in {loading.dtype_name(self.dtype)} computes {what} that are not finite "
-                    f"(infinite or NaN){remedy}"
+                    f"(infinite or NaN); {remedy}"
                 )
 
     def synchronise(self) -> None:
