@@ -36,6 +36,9 @@ COMMANDS = {
     "data synthesize": Command(
         "data.synthesis.synthesize", "synthesize", "let the target write training conversations"
     ),
+    "data prepare": Command(
+        "data.preparation.prepare", "prepare_data", "tokenise conversations once, for training to read", True, True
+    ),
     "data inspect": Command("data.inspect", "inspect", "show a file's supervised spans, and what is dropped", True),
     "extract-head": Command(
         "training.extract_head", "extract_head", "extract a head from any checkpoint of a run", True
