@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from spechead.cli import main
-from spechead.data.chat import prompt_ids
+from spechead.target.chat_template import prompt_ids
 from spechead.decoding.generate import Generation, Stats, generate
 from spechead.decoding.sampling import Sampler
 from spechead.decoding.tree import chain, parse_tree

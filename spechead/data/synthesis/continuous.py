@@ -21,7 +21,6 @@ from torch import Tensor
 from spechead.errors import UserError
 from spechead.target import attention
 from spechead.target.cache import KVCache
-from spechead.target.loading import dtype_name
 from spechead.target.model import Target
 
 REFILL_SHARE = 1 / 16  # free places are filled once they are this share of the batch: a pass over one prompt costs
@@ -89,12 +88,7 @@ class ContinuousDecoder:
     def draw(self, logits: Tensor, rows: Sequence[_Row]) -> list[int]:  # float32 [B, V]
         """The next token of each row."""
         best, tokens = logits.max(-1)  # [B]
-        if not best.isfinite().all():
-            name = dtype_name(self.target.dtype)
-            raise UserError(
-                f"target {self.target.name} gives logits that are not finite in {name}; "
-                "use another dtype, or check its weights"
-            )
+        self.target.check_finite(best, best)
         sampled = [i for i, row in enumerate(rows) if row.request.temperature > 0]
         if sampled:
             index = torch.tensor(sampled, device=logits.device)
@@ -151,6 +145,7 @@ class _Batch:
 
     def step(self) -> None:
         """Write one more token of every row."""
+        self._reread()
         ids = [[row.tokens[-1] if row else 0] for row in self.rows]  # a free place is computed, too
         past = self.cache.length
         out = self.target.forward(torch.tensor(ids, device=self.target.device), cache=self.cache)
@@ -165,6 +160,16 @@ class _Batch:
             if self._append(row, token):
                 self.rows[place] = None
 
+    def _reread(self) -> None:
+        """Read rows again that have outgrown the rotary factors they were read with."""
+        for place, row in enumerate(self.rows):
+            if row is None:
+                continue
+            length = len(row.request.prompt) + len(row.tokens)
+            if self.target.outgrows(length - 1, length):
+                text = torch.tensor(row.request.prompt + row.tokens, device=self.target.device)
+                self.target.reread(self.cache, place, text)
+
     def _take(self, count: int) -> list[_Row]:
         """Up to `count` of the next requests; those without room are done at once."""
         rows: list[_Row] = []
@@ -173,6 +178,11 @@ class _Batch:
             if request is None:
                 break
             cap = min(request.max_new_tokens, self.target.max_positions - len(request.prompt))
+            if any(not 0 <= token < self.target.vocab_size for token in request.prompt):
+                raise UserError(
+                    f"a prompt has token ids beyond the {self.target.vocab_size} embeddings of {self.target.name!r}; "
+                    "its tokenizer may be that of another model"
+                )
             if cap < 1 or not request.prompt:
                 self._next.extend(self._done(request, Continuation([])))
             else:
@@ -186,10 +196,12 @@ class _Batch:
         for index, row in enumerate(rows):
             ids[index, : lengths[index]] = torch.tensor(row.request.prompt)
         cache = KVCache()
-        out = self.target.forward(ids.to(self.target.device), cache=cache)
+        last = torch.tensor(lengths)[:, None] - 1  # [n, 1]
+        positions = torch.arange(ids.shape[1]).minimum(last).to(self.target.device)  # [n, P]; none beyond its own text
+        out = self.target.forward(ids.to(self.target.device), cache=cache, positions=positions)
         cache.set_lengths(lengths)
-        last = out.hidden[range(len(rows)), [length - 1 for length in lengths]]  # [n, H]
-        tokens = self.decoder.draw(self.target.logits(last), rows)
+        hidden = out.hidden[range(len(rows)), [length - 1 for length in lengths]]  # [n, H]
+        tokens = self.decoder.draw(self.target.logits(hidden), rows)
         going = [index for index, row in enumerate(rows) if not self._append(row, tokens[index])]
         if not going:
             return

@@ -16,7 +16,7 @@ from spechead.data.synthesis.continuous import (
 from spechead.decoding.generate import generate
 from spechead.errors import UserError
 from spechead.target.model import Target
-from tests.helpers.targets import FAMILIES, make_target
+from tests.helpers.targets import FAMILIES, LONGROPE, make_target
 
 LENGTHS = [1, 5, 3, 20, 2, 9, 40, 4, 14, 7]
 CAPS = [24, 3, 17, 9, 1, 24, 12, 30, 2, 20]
@@ -37,7 +37,7 @@ def greedy(caps: Sequence[int] = CAPS) -> list[Request]:
     return [Request(i, prompt, cap, 0.0, 0) for i, (prompt, cap) in enumerate(zip(PROMPTS, caps, strict=True))]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | LONGROPE)
 def test_rows_equal_plain_decoding_whatever_their_neighbours(family: str) -> None:
     target = make_target(family)
     alone = [generate(target, prompt, max_new_tokens=cap).tokens for prompt, cap in zip(PROMPTS, CAPS, strict=True)]
@@ -202,3 +202,8 @@ def test_logits_that_are_not_finite_name_the_target_and_its_dtype(bad: float) ->
     target.model.get_output_embeddings().weight[50] = bad
     with pytest.raises(UserError, match="target tiny-llama gives logits that are not finite in float32"):
         decode(target, greedy(), 2)
+
+
+def test_ids_without_an_embedding_are_refused(target: Target) -> None:
+    with pytest.raises(UserError, match="token ids beyond the 97 embeddings of 'tiny-llama'"):
+        decode(target, [Request(0, [3, 97], 4, 0.0, 0)], 2)
