@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from spechead.cli import main
-from spechead.target.chat_template import prompt_ids
 from spechead.decoding.generate import Generation, Stats, generate
 from spechead.decoding.sampling import Sampler
 from spechead.decoding.tree import chain, parse_tree
@@ -22,6 +21,7 @@ from spechead.evaluation import options as decoding
 from spechead.evaluation.evaluate import EvalOptions
 from spechead.heads import HEADS
 from spechead.heads.files import HeadInfo, save_head
+from spechead.target.chat_template import prompt_ids
 from spechead.target.loading import native_bfloat16
 from spechead.target.model import Target
 from tests.helpers.drafters import Scripted

@@ -88,7 +88,7 @@ class ContinuousDecoder:
     def draw(self, logits: Tensor, rows: Sequence[_Row]) -> list[int]:  # float32 [B, V]
         """The next token of each row."""
         best, tokens = logits.max(-1)  # [B]
-        self.target.check_finite(best, best)
+        self.target.check_finite(best[:0], best)
         sampled = [i for i, row in enumerate(rows) if row.request.temperature > 0]
         if sampled:
             index = torch.tensor(sampled, device=logits.device)

@@ -200,7 +200,7 @@ def test_top_k_and_top_p_cut_where_they_say(target: Target, monkeypatch: pytest.
 def test_logits_that_are_not_finite_name_the_target_and_its_dtype(bad: float) -> None:
     target = make_target()
     target.model.get_output_embeddings().weight[50] = bad
-    with pytest.raises(UserError, match="target tiny-llama gives logits that are not finite in float32"):
+    with pytest.raises(UserError, match="target .tiny-llama. in float32 computes logits that are not finite"):
         decode(target, greedy(), 2)
 
 
