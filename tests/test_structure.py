@@ -53,6 +53,7 @@ EDGES = {
     "wandb": {"training.log"},
     "safetensors": {"heads.files"},
     "matplotlib": {"training.log", "evaluation.plots"},
+    "httpx": {"data.synthesis.server"},
     "jsonargparse": {"options"},
     "yaml": {"options"},
 }

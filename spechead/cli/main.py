@@ -36,6 +36,9 @@ COMMANDS = {
     "data synthesize": Command(
         "data.synthesis.synthesize", "synthesize", "let the target write training conversations"
     ),
+    "data regenerate": Command(
+        "data.synthesis.regenerate", "regenerate", "let the target answer the prompts of any data set", True, True
+    ),
     "data inspect": Command("data.inspect", "inspect", "show a file's supervised spans, and what is dropped", True),
     "extract-head": Command(
         "training.extract_head", "extract_head", "extract a head from any checkpoint of a run", True
