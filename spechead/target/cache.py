@@ -30,6 +30,11 @@ class KVBuffer:
         """Tokens that fit before the buffer grows."""
         return 0 if self._keys is None else self._keys.shape[2]
 
+    @property
+    def batch(self) -> int:
+        """Rows of the batch; 0 before the first token."""
+        return 0 if self._keys is None else self._keys.shape[0]
+
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Store [B, G, n, C] more rows; returns views of all rows, [B, G, S, C]."""
         end = self.length + keys.shape[2]
@@ -56,9 +61,24 @@ class KVBuffer:
         if self._keys is not None and self._values is not None:
             self._keys, self._values = self._keys[index], self._values[index]
 
+    def insert(self, rows: Sequence[int], other: KVBuffer) -> None:
+        """Replace the first tokens of the batch rows `rows` by those of `other`."""
+        keys, values = other._keys, other._values
+        if self._keys is None or self._values is None or keys is None or values is None:
+            return
+        end = other.length
+        if self.capacity < end:
+            self._keys, self._values = self._grown(self._keys, keys, end), self._grown(self._values, values, end)
+        if self.length < end:  # no row may hold what was never written: hidden by a mask, NaN is NaN still
+            self._keys[:, :, self.length : end] = 0
+            self._values[:, :, self.length : end] = 0
+            self.length = end
+        self._keys[rows, :, :end] = keys[:, :, :end]
+        self._values[rows, :, :end] = values[:, :, :end]
+
     def _grown(self, old: Tensor | None, new: Tensor, needed: int) -> Tensor:
         capacity = max(_FIRST_CAPACITY, needed + needed // 2)
-        batch, heads, _, size = new.shape
+        batch, heads, _, size = (new if old is None else old).shape
         buffer = new.new_empty(batch, heads, capacity, size)
         if old is not None:
             buffer[:, :, : self.length] = old[:, :, : self.length]
@@ -132,6 +152,17 @@ class KVCache(Cache):
         for layer in self.layers:
             layer.buffer.select(index)
             layer.buffer.crop(longest)
+
+    def insert(self, rows: Sequence[int], other: KVCache) -> None:
+        """Replace the batch rows `rows` by the rows of `other`, in that order."""
+        batch = max(layer.buffer.batch for layer in self.layers)
+        lengths = self.lengths or [self.length] * batch
+        for row, length in zip(rows, other.lengths or [other.length] * len(rows), strict=True):
+            lengths[row] = length
+        for layer, new in zip(self.layers, other.layers, strict=True):
+            layer.buffer.insert(rows, new.buffer)
+            layer.buffer.crop(max(lengths))
+        self.lengths = lengths if min(lengths) < max(lengths) else None
 
     def crop(self, length: int) -> None:
         """Drop all tokens from position `length` on."""
