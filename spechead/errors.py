@@ -1,6 +1,13 @@
 """The exception for mistakes of the user, and one line of any other exception."""
 
-EXTRAS = {"datasets": "train", "deepspeed": "train", "peft": "train", "wandb": "train", "gguf": "gguf"}
+EXTRAS = {
+    "datasets": "train",
+    "pyarrow": "train",
+    "deepspeed": "train",
+    "peft": "train",
+    "wandb": "train",
+    "gguf": "gguf",
+}
 """The extra that installs a package, of those that `pip install spechead` leaves out."""
 
 

@@ -1,5 +1,5 @@
 """Write files and folders whole or not at all, read JSON and JSONL, lock a folder, check that a run is resumed with
-the same settings, and find shipped files.
+the same settings, find shipped files, and make a text fit for UTF-8.
 
 A write goes to a temporary name in the same folder and is renamed, so that a killed run or a full disk never leaves
 half a file under the final name.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from filelock import FileLock, Timeout
 from spechead.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parent
+SURROGATE = re.compile("[\ud800-\udfff]")
+"""A half of a UTF-16 pair, which no text holds: JSON escapes and undecodable bytes of a command line leave them."""
 REASONS = {
     errno.EACCES: "permission denied",
     errno.EPERM: "permission denied",
@@ -155,8 +158,13 @@ def read_jsonl(path: Path, what: str, *, growing: bool = False) -> Iterator[tupl
         raise UserError(f"cannot read the {what} {path}: {reason(error)}") from error
     except UnicodeDecodeError as error:
         raise UserError(f"the {what} {path} are not UTF-8 text: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} line {number}: not valid JSON: {error}") from error
+
+
+def clean(text: str) -> str:
+    """The text with lone surrogates replaced by U+FFFD: without that, tokenizers and files refuse it."""
+    return SURROGATE.sub("\ufffd", text)
 
 
 # ------------------------------------------------------------------------------------------------ resuming

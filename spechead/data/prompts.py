@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spechead.errors import UserError
-from spechead.files import read_jsonl
+from spechead.files import clean, read_jsonl
 
 
 @dataclass(frozen=True)
@@ -48,5 +48,10 @@ def _prompt(row: Any, where: str) -> Prompt:
     turns = row.get("turns") if isinstance(row, dict) else None
     if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
         raise UserError(f'{where}: no prompt, expected {{"question_id": 1, "category": "...", "turns": ["..."]}}')
-    line = int(where.rpartition(" ")[2])
-    return Prompt(row.get("question_id", line), str(row.get("category") or "other"), turns[0])
+    number = row.get("question_id")
+    if number is None:
+        number = int(where.rpartition(" ")[2])  # the line
+    if isinstance(number, bool) or not isinstance(number, int | str):
+        raise UserError(f"{where}: question_id must be a whole number or text, not {str(number)[:60]}")
+    number = clean(number) if isinstance(number, str) else number
+    return Prompt(number, clean(str(row.get("category") or "other")), clean(turns[0]))
