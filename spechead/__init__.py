@@ -20,13 +20,13 @@ _MODULES = {
     "load_head": "heads.files",
     "load_recipe": "training.recipe",
     "parse_tree": "decoding.tree",
-    "prompt_ids": "data.chat",
+    "prompt_ids": "target.chat_template",
     "train": "training.train",
 }
 __all__ = list(_MODULES)
 
 if TYPE_CHECKING:
-    from spechead.data.chat import prompt_ids as prompt_ids
+    from spechead.target.chat_template import prompt_ids as prompt_ids
     from spechead.decoding.generate import Speculation as Speculation
     from spechead.decoding.generate import generate as generate
     from spechead.decoding.generate import generate_batch as generate_batch

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.text import Text
 
-from spechead.data.chat import prompt_ids
 from spechead.decoding.detokenize import Decoder, Piece, StreamDetokenizer
 from spechead.decoding.generate import RANKED, Generation, OnCommit, generate
 from spechead.decoding.tree import Plan, parse_tree
@@ -96,7 +95,7 @@ def stream_answer(options: GenerateOptions) -> None:
 def _encode_prompt(options: GenerateOptions, target: Target) -> list[int]:
     system = [{"role": "system", "content": options.system}] if options.system else []
     messages = [*system, {"role": "user", "content": options.prompt}]
-    return prompt_ids(target.tokenizer, messages, options.template())
+    return target.chat.prompt_ids(messages)
 
 
 class Display:

@@ -15,7 +15,6 @@ from typing import Annotated, Any, TypeVar
 import torch
 from torch import Tensor
 
-from spechead.data import chat
 from spechead.data.prompts import Prompt, balanced, read_prompts
 from spechead.decoding.generate import RANKED, Speculation, generate
 from spechead.decoding.sampling import Sampler
@@ -98,10 +97,9 @@ class Question:
 def encode_prompts(prompts: Sequence[Prompt], target: Target, options: ModelOptions, seed: int = 0) -> list[Question]:
     """Encode the prompts, and limit the new tokens of each to the positions that the target has left. The seeds of the
     prompts are `seed`, `seed` + 1, ..."""
-    template = options.template()
     questions = []
     for index, prompt in enumerate(prompts):
-        ids = chat.prompt_ids(target.tokenizer, [{"role": "user", "content": prompt.text}], template)
+        ids = target.chat.prompt_ids([{"role": "user", "content": prompt.text}])
         room = target.max_positions - len(ids)
         if room < 2:
             raise UserError(

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from spechead.data.chat import template_warning
+from spechead.data.template_record import template_warning
 from spechead.decoding.generate import Speculation
 from spechead.decoding.sampling import Sampler
 from spechead.decoding.tree import Plan
@@ -32,6 +32,11 @@ class ModelOptions(TargetOptions):
     was trained with."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keywords for the chat template, such as {enable_thinking: false}. Empty: those of the head's training."""
+    chat_template: str = ""
+    """Chat template in place of the tokenizer's own: a file, a Jinja text, or the name of one of several. Empty: that of
+    the head's training."""
+    template_date: str = ""
+    """The date that a template prints as today, YYYY-MM-DD. Empty: that of the head's training, else today."""
     trust_remote_code: bool = False
     """Run Python code shipped with the files of the target or of a draft model."""
     head: str = ""
@@ -55,11 +60,11 @@ class ModelOptions(TargetOptions):
         return read_info(Path(self.head))
 
     def load_target(self) -> Target:
-        """The target of the options, or the head's own."""
+        """The target of the options, or the head's own, with the chat template of `template`."""
         if self.target:
-            return self.load()
+            return self.load(**self.template())
         info = self.head_info()
-        return self.load(info.target, self.adapter or info.adapter)
+        return self.load(info.target, self.adapter or info.adapter, **self.template())
 
     def load_head(self, target: Target) -> Head:
         dtype = DTYPES[target.drafting_dtype(self.draft_dtype)]
@@ -75,12 +80,15 @@ class ModelOptions(TargetOptions):
         return load_drafter(name, target, dtype=self.draft_dtype, trust_remote_code=self.trust_remote_code)
 
     def template(self) -> dict[str, Any]:
-        """The keywords for the chat template; warns on standard error if the head was trained with others."""
-        if not self.head:
-            return self.template_kwargs
-        trained = self.head_info().template_kwargs
-        chosen = self.template_kwargs or trained
-        if warning := template_warning(chosen, trained, f"head {self.head} was trained"):
+        """The options template_kwargs, chat_template and template_date, where empty those of the head's training.
+
+        Warns on standard error if the head was trained with others.
+        """
+        trained = self.head_info().template if self.head else {}
+        names = ("template_kwargs", "chat_template", "template_date")
+        chosen = {name: getattr(self, name) or trained.get(name, "") for name in names}
+        chosen["template_kwargs"] = chosen["template_kwargs"] or {}
+        if self.head and (warning := template_warning(chosen, trained, f"head {self.head} was trained")):
             print(f"warning: {warning}", file=sys.stderr)
         return chosen
 

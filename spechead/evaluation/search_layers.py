@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from spechead.data.chat import prompt_ids
 from spechead.data.dataset import read_file
 from spechead.data.prompts import Prompt, balanced, read_prompts
 from spechead.decoding.generate import generate
@@ -59,10 +58,7 @@ def search(options: SearchOptions) -> KeptLayers:
     notes = Console(stderr=True, highlight=False, markup=False)
     with notes.status("loading the target"):
         target = options.load()
-    ids = [
-        prompt_ids(target.tokenizer, [{"role": "user", "content": prompt.text}], options.template_kwargs)
-        for prompt in prompts
-    ]
+    ids = [target.chat.prompt_ids([{"role": "user", "content": prompt.text}]) for prompt in prompts]
     kept = search_layers(target, ids, options.skip, max_new_tokens=options.max_new_tokens)
     drafter = f"self:{ranges(kept.layers)}"
     print(drafter)

@@ -42,6 +42,7 @@ def write_card(
         "```",
         command,
         "```",
+        *_template(meta),
         "",
         "## Results",
         *_results(report),
@@ -74,6 +75,16 @@ def _results(report: Mapping[str, Any] | None) -> list[str]:
         f"| {labelled(str(entry.get('tree')), entry)} | {length} | {speed} | {plain} -> {fast} | {identical(entry)} |",
     ]
     return [*lines, "", f"**{verdict(entry)[1]}.**"] if is_lossy(entry) else lines
+
+
+def _template(meta: Mapping[str, Any]) -> list[str]:
+    """What the server must be given so that its prompts have the form that the head was trained on."""
+    lines = []
+    if meta.get("chat_template"):
+        lines.append(f"The head was trained with the chat template in {TEMPLATE}: serve the target with it.")
+    if meta.get("template_kwargs"):
+        lines.append(f"The chat template was given {meta['template_kwargs']}: requests need the same keywords.")
+    return ["", *lines] if lines else []
 
 
 def _file_names(data: Any) -> str:

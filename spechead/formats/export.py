@@ -18,11 +18,11 @@ import torch
 
 from spechead.errors import UserError
 from spechead.evaluation.evaluate import default_folder
-from spechead.files import read_json, write_json
+from spechead.files import read_json, write_json, write_text
 from spechead.formats.capabilities import ExportInfo
 from spechead.formats.card import write_card
 from spechead.formats.check import check_written
-from spechead.formats.files import CARD, MANIFEST, new_folder
+from spechead.formats.files import CARD, MANIFEST, TEMPLATE, new_folder
 from spechead.formats.manifest import make_manifest
 from spechead.formats.options import ExchangeOptions
 from spechead.formats.registry import Format, format_of
@@ -100,6 +100,7 @@ def write_merged_target(options: ExportOptions, form: Format) -> None:
         with tempfile.TemporaryDirectory() as scratch:  # refuse the head before the target is written
             form.save(head, Path(scratch), info)
         target.model.to(info.dtype).save_pretrained(merged)
+        target.tokenizer.chat_template = head_info.template["chat_template"] or target.tokenizer.chat_template
         target.tokenizer.save_pretrained(merged)
 
 
@@ -119,6 +120,8 @@ def write_export(
     form = format_of(to, "to")
     with new_folder(out) as folder:
         form.save(head, folder, info)
+        if template := (meta or {}).get("chat_template"):
+            write_text(folder / TEMPLATE, template)
         write_json(folder / MANIFEST, make_manifest(head, to, info, folder))
         command = form.serve_command(head, out.name, info)
         card = folder / CARD

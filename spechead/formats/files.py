@@ -20,6 +20,7 @@ from spechead.heads.files import read_tensors, write_tensors
 from spechead.target.loading import dtype_name
 
 CONFIG, WEIGHTS, MANIFEST, CARD = "config.json", "model.safetensors", "spechead.json", "README.md"
+TEMPLATE = "chat_template.jinja"  # of a head that was trained with another one than the target's own
 PICKLED = (".bin", ".pt", ".pth", ".pkl")
 _PLAIN = {torch.float16, torch.bfloat16, torch.float32, torch.float64}  # weights
 _PLAIN |= {torch.bool, torch.int32, torch.int64}  # vocabulary tables

@@ -18,7 +18,7 @@ from torch import Tensor
 from spechead import __version__
 from spechead.errors import UserError
 from spechead.formats.capabilities import ExportInfo
-from spechead.formats.files import CARD, MANIFEST, read_config, read_file, shorten
+from spechead.formats.files import CARD, MANIFEST, TEMPLATE, read_config, read_file, shorten
 from spechead.heads import Head
 from spechead.target.loading import dtype_name
 
@@ -62,7 +62,7 @@ def contents(folder: Path) -> dict[str, dict[str, Any]]:
 
 def extra_files(manifest: dict[str, Any], folder: Path) -> list[str]:
     """Files in the folder of an export that do not belong to it."""
-    return sorted({path.name for path in folder.iterdir()} - {*manifest["files"], MANIFEST, CARD})
+    return sorted({path.name for path in folder.iterdir()} - {*manifest["files"], MANIFEST, CARD, TEMPLATE})
 
 
 def differences(

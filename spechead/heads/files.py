@@ -72,9 +72,10 @@ class HeadInfo:
         return bool(self.meta.get("four_bits", False))
 
     @property
-    def template_kwargs(self) -> dict[str, Any]:
-        """The chat template's keywords during training."""
-        return dict(self.meta.get("template_kwargs") or {})
+    def template(self) -> dict[str, Any]:
+        """The chat template during training, as `ChatTemplate.record` gives it."""
+        kept = {name: str(self.meta.get(name) or "") for name in ("chat_template", "template_date")}
+        return {"template_kwargs": dict(self.meta.get("template_kwargs") or {})} | kept
 
     @property
     def foreign_data(self) -> str:

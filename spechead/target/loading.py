@@ -13,12 +13,18 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from transformers import logging as transformers_logging
+from transformers.utils import cached_file
 
 from spechead.errors import UserError, first_line
 from spechead.target import bundled
 from spechead.target.adapter import merge
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_IF_THERE: dict[str, Any] = {
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_connection_errors": False,
+    "_raise_exceptions_for_gated_repo": False,
+}
 _SAMPLED = 4096  # weights of each tensor in the fingerprint
 
 
@@ -63,10 +69,24 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> Any:
     return model
 
 
-def load_tokenizer(name: str, *, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a target, without its weights."""
+def load_tokenizer(name: str, adapter: str = "", *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a target, without its weights: the adapter's own where it has one, with its chat template.
+
+    Raises UserError where the adapter's tokenizer gives other ids, which the target's embeddings do not know.
+    """
     with loading(name):
-        return AutoTokenizer.from_pretrained(source(name), trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source(name), trust_remote_code=trust_remote_code)
+    if not adapter or not cached_file(adapter, "tokenizer_config.json", **_IF_THERE):
+        return tokenizer
+    with loading(adapter):
+        own = AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
+    if own.get_vocab() != tokenizer.get_vocab():
+        raise UserError(
+            f"option adapter: the tokenizer in {adapter!r} has other tokens than that of {name!r}; merge the adapter "
+            "into the target, save both with that tokenizer, and give the merged folder as the target"
+        )
+    own.chat_template = own.chat_template or tokenizer.chat_template
+    return own
 
 
 def load_in_four_bits(name: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import inspect
+import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,6 +25,7 @@ from spechead.errors import UserError
 from spechead.target import attention, loading
 from spechead.target.adapter import Adapter
 from spechead.target.cache import KVCache
+from spechead.target.chat_template import ChatTemplate, read_template
 from spechead.target.families import decoder_layers, decoder_of, eos_ids, scaled_logits, takes_mask_dict, with_module
 from spechead.target.masks import attention_masks, refuse_unknown_layers
 from spechead.target.packed_linear import PackedLinear, can_pack, pack_linears
@@ -46,15 +49,18 @@ class TargetOutput:
 
 
 class Target:
-    """A frozen causal model with its tokenizer.
+    """A frozen causal model with its tokenizer and its chat template.
 
     `taps` are indices into transformers' `hidden_states`: 0 is the embedding, i the output of decoder layer i - 1, and
     the last index is the state after the final norm.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, adapter: str = "") -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokenizer: Any, name: str, adapter: str = "", chat: ChatTemplate | None = None
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
         self.tokenizer = tokenizer
+        self.chat = chat or ChatTemplate(tokenizer)
         self.base, self.adapter = name, adapter
         self.config = model.config.get_text_config()
         embedding: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]
@@ -64,7 +70,7 @@ class Target:
         self.vocab_size: int = embedding.shape[0]
         self.n_layers: int = self.config.num_hidden_layers
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
-        self.eos_ids = eos_ids(model, tokenizer)
+        self.eos_ids = eos_ids(model, tokenizer) | self.chat.stop_ids
         self.packed = False
         self.decoder = decoder_of(model)
         self._blocks = decoder_layers(self.decoder, self.n_layers, name)
@@ -93,13 +99,17 @@ class Target:
         trust_remote_code: bool = False,
         four_bits: bool = False,
         pack: bool = True,
+        chat_template: str = "",
+        template_kwargs: dict[str, Any] | None = None,
+        template_date: str = "",
     ) -> Target:
         """Load `smollm2-135m` (bundled), a local folder or a hub id.
 
         `adapter`: a peft adapter (folder or hub id) to merge into its weights. `four_bits`: store the weights of linear
         layers in four bits (QLoRA, arXiv 2305.14314) and compute in `dtype`; the fingerprint is still that of the
-        original weights. `pack`: for fast decoding on a CPU, see packed_linear.py. Raises UserError where the target
-        cannot be loaded, or trees cannot be verified with it.
+        original weights. `pack`: for fast decoding on a CPU, see packed_linear.py. `chat_template`, `template_kwargs`
+        and `template_date`: see `ChatTemplate`. Raises UserError where the target cannot be loaded, or trees cannot be
+        verified with it.
         """
         chosen = loading.choose_device(device)
         if dtype not in loading.DTYPES:
@@ -115,8 +125,11 @@ class Target:
             for parameter in model.parameters():  # buffers, such as rotary frequencies, keep their precision
                 parameter.data = parameter.data.to(chosen, loading.DTYPES[dtype])
             model.to(chosen)
-        tokenizer = loading.load_tokenizer(name, trust_remote_code=trust_remote_code)
-        target = cls(model, tokenizer, name, adapter)
+        tokenizer = loading.load_tokenizer(name, adapter, trust_remote_code=trust_remote_code)
+        chat = ChatTemplate(tokenizer, read_template(chat_template, tokenizer), template_kwargs or {}, template_date)
+        target = cls(model, tokenizer, name, adapter, chat)
+        if (warning := target.stop_warning()) and os.environ.get("RANK", "0") == "0":
+            print(f"warning: {warning}", file=sys.stderr)
         target.fingerprint = digest
         if four_bits:
             target.last_block = decoder_layers(decoder_of(stored), target.n_layers, name)[-1].to(chosen)
@@ -128,6 +141,17 @@ class Target:
     def name(self) -> str:
         """The name of the model, followed by that of its adapter."""
         return f"{self.base} with {self.adapter}" if self.adapter else self.base
+
+    def stop_warning(self) -> str:
+        """One line where the chat template ends an answer with tokens that the model's config does not name, else ""."""
+        unknown = self.chat.stop_ids - eos_ids(self.model, self.tokenizer)
+        if not unknown:
+            return ""
+        names = ", ".join(f"{self.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in sorted(unknown))
+        return (
+            f"target {self.name!r}: its chat template ends an answer with {names}, which the eos_token_id of its config "
+            "lacks; answers end there, too, and a server needs the same setting"
+        )
 
     def pack(self) -> None:
         """Reorder the weights for fast decoding on a CPU; the weights of the layers cannot be read afterwards."""

@@ -7,7 +7,8 @@ from typing import Any
 
 from spechead.errors import UserError
 from spechead.options import Options
-from spechead.target.loading import DTYPES, choose_device, native_bfloat16
+from spechead.target.chat_template import ChatTemplate, check_date, read_template
+from spechead.target.loading import DTYPES, choose_device, load_tokenizer, native_bfloat16
 from spechead.target.model import Target
 
 
@@ -22,13 +23,34 @@ class TargetName(Options):
 
 
 @dataclass(kw_only=True)
-class TargetOptions(TargetName):
-    """The target, and how it is loaded."""
+class TemplateOptions(TargetName):
+    """The target's tokenizer and chat template, for commands that need no weights."""
 
     adapter: str = ""
-    """Folder or hub id of a peft adapter to merge into the target."""
+    """Folder or hub id of a peft adapter to merge into the target; its own tokenizer and chat template are used, where
+    it has them."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keywords for the chat template, such as {enable_thinking: false}."""
+    chat_template: str = ""
+    """Chat template in place of the tokenizer's own: a file, a Jinja text, or the name of one of several."""
+    template_date: str = ""
+    """The date that a template prints as today, YYYY-MM-DD; empty: today."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_date(self.template_date)
+
+    def load_chat(self) -> ChatTemplate:
+        """The tokenizer with the chat template of these options."""
+        tokenizer = load_tokenizer(self.target, self.adapter, trust_remote_code=self.trust_remote_code)
+        text = read_template(self.chat_template, tokenizer)
+        return ChatTemplate(tokenizer, text, self.template_kwargs, self.template_date)
+
+
+@dataclass(kw_only=True)
+class TargetOptions(TemplateOptions):
+    """The target, and how it is loaded."""
+
     dtype: str = "float32"
     """Precision of the target: float32, bfloat16, float16; auto is bfloat16 where the device computes it natively."""
     device: str = "auto"
@@ -46,11 +68,14 @@ class TargetOptions(TargetName):
             return self.dtype
         return "bfloat16" if native_bfloat16(choose_device(self.device)) else "float32"
 
-    def load(self, name: str = "", adapter: str = "", *, pack: bool = True) -> Target:
-        """Load the target, or in the same way the one called `name` with `adapter`."""
+    def load(self, name: str = "", adapter: str = "", *, pack: bool = True, **template: Any) -> Target:
+        """Load the target, or in the same way the one called `name` with `adapter`. `template`: other values of the
+        options chat_template, template_kwargs and template_date."""
+        own = {option: getattr(self, option) for option in ("chat_template", "template_kwargs", "template_date")}
         return Target.load(
             name or self.target,
             adapter=adapter if name else self.adapter,
+            **own | template,
             dtype=self.precision,
             device=self.device,
             trust_remote_code=self.trust_remote_code,

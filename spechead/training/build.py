@@ -99,6 +99,9 @@ def load_target(recipe: Recipe, bf16: bool) -> Target:
         device=recipe.target.device,
         trust_remote_code=recipe.target.trust_remote_code,
         pack=False,
+        chat_template=recipe.target.chat_template,
+        template_kwargs=recipe.target.template_kwargs,
+        template_date=recipe.target.template_date,
     )
 
 

@@ -40,6 +40,11 @@ class TargetConfig:
     """Run modeling code from the model's own repository."""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the chat template, such as {enable_thinking: false}; recorded with the head."""
+    chat_template: str = ""
+    """Chat template in place of the tokenizer's own, or for a target without one: a file, a Jinja text, or the name of
+    one of the tokenizer's; recorded with the head."""
+    template_date: str = ""
+    """The date that a chat template prints as today, YYYY-MM-DD; empty: the day on which the run begins."""
 
 
 @dataclass

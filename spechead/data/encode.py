@@ -1,0 +1,244 @@
+"""Conversations to token ids with the mask of what the target wrote: each answer as it is served.
+
+The sample of a turn is the prompt as the chat template renders it for generation, followed by the tokens that the
+target wrote. While each prompt continues the one before it, id by id, one sample carries the turns:
+
+    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n<|im_start|>user\\n...
+    |------------------ prompt ------------------------|           |
+                                                       |-supervised-|
+
+Where the template writes earlier turns otherwise than they were served (it drops their thoughts, or moves the system
+text), a turn begins a sample of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spechead.data.conversation import Conversation, Unusable
+from spechead.data.one_render import spans_in_one_render
+from spechead.target.chat_template import ChatTemplate, Message, TemplateError
+
+HISTORIES = ("each", "last")
+FEW_TURNS = 4  # up to which the prompt of every turn is rendered
+KEPT = "answers with ids kept"
+OPEN_TAG = re.compile(r"<([\w:]+)>\s*\Z")  # a thought that the prompt opens
+
+
+@dataclass
+class Encoded:
+    """A tokenised chat. supervised[i]: the target wrote token i, the end of its turn included."""
+
+    ids: list[int]
+    supervised: list[bool]
+
+    def add(self, ids: Sequence[int], supervised: bool) -> None:
+        self.ids += ids
+        self.supervised += [supervised] * len(ids)
+
+
+def encode(
+    chat: ChatTemplate, conversation: Conversation, *, history: str = "each", counts: Counter[str] | None = None
+) -> list[Encoded]:
+    """The samples of a conversation; more than one where the template rewrites earlier turns.
+
+    `history`, where it does: "each" returns every turn as it was served, "last" only the sample with the last turn.
+    `counts`: what is worth reporting is added to it. Raises Unusable where nothing can be trained on.
+    """
+    counts = Counter() if counts is None else counts
+    if conversation.text:
+        ids = list(chat.tokenizer(conversation.text)["input_ids"])
+        return [Encoded(ids, [True] * len(ids))]
+    turns = _Turns(chat, conversation, counts)
+    try:
+        turns.refuse_ignored()
+        samples = turns.in_one_render() or turns.one_by_one()
+    except TemplateError as error:
+        raise Unusable("refused by the chat template", str(error)) from error
+    if not samples:
+        raise Unusable("the chat template hides every answer", chat.name)
+    if any(all(sample.supervised) for sample in samples):
+        raise Unusable("the chat template attributes all of a chat to the assistant", chat.name)
+    if len(samples) > 1:
+        counts["samples of turns that the template rewrites later"] += len(samples)
+        if history == "last":
+            counts["samples left out, since the template rewrites their turns"] += len(samples) - 1
+            return samples[-1:]
+    return samples
+
+
+class _Turns:
+    """The assistant's turns of a conversation."""
+
+    def __init__(self, chat: ChatTemplate, conversation: Conversation, counts: Counter[str]) -> None:
+        self.chat, self.counts = chat, counts
+        self.messages, self.tools, self.keywords = conversation.messages, conversation.tools, conversation.keywords
+        self.places = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        self.cut = conversation.meta.get("finish") == "length"  # the length cap cut the last answer
+        self.kept = self._kept_ids(conversation)
+        self._prompts: dict[int, str] = {}
+
+    def refuse_ignored(self) -> None:
+        """Raise Unusable for tools, or a message before the last answer, without a trace in that answer's prompt."""
+        before, prompt = self.messages[: self.places[-1]], self.prompt(self.places[-1])
+        if self.tools and prompt == self.chat.prompt_text(before, None, self.keywords):
+            raise Unusable("tools that the chat template ignores", self.chat.name)
+        printed = squeezed(prompt)
+        for i, message in enumerate(before):
+            if message["role"] == "assistant" or squeezed(message["content"]) in printed:
+                continue
+            try:
+                ignored = self.chat.prompt_text(before[:i] + before[i + 1 :], self.tools, self.keywords) == prompt
+            except TemplateError:
+                continue  # the template needs it
+            if ignored:
+                raise Unusable(f"a {message['role']} message that the chat template ignores", self.chat.name)
+
+    def prompt(self, place: int) -> str:
+        """The text that the target is given before it writes the message at `place`."""
+        if place not in self._prompts:
+            self._prompts[place] = self.chat.prompt_text(self.messages[:place], self.tools, self.keywords)
+        return self._prompts[place]
+
+    # -------------------------------------------------------------------------------------------- all at once
+
+    def in_one_render(self) -> list[Encoded]:
+        """The one sample of a long conversation, in time linear in its turns; empty where that is not certain."""
+        if len(self.places) <= FEW_TURNS or self.cut:
+            return []
+        found = spans_in_one_render(self.chat, self.messages, self.places, self.tools, self.keywords, self.prompt)
+        if found is None:
+            return []
+        ids, spans = found
+        for kept, (first, end) in zip(self.kept, spans, strict=True):
+            if kept and kept != ids[first:end]:
+                return []  # later prompts contain other ids than the target wrote
+        self.counts[KEPT] += sum(map(bool, self.kept))
+        supervised = [False] * len(ids)
+        for first, end in spans:
+            supervised[first:end] = [True] * (end - first)
+        return [Encoded(ids, supervised)]
+
+    # -------------------------------------------------------------------------------------------- turn by turn
+
+    def one_by_one(self) -> list[Encoded]:
+        """Render the prompt of each turn: exact for any template, in time that grows with the square of the turns."""
+        samples: list[Encoded] = []
+        for place, kept in zip(self.places, self.kept, strict=True):
+            prompt = self.chat.tokenize(self.prompt(place))
+            ids = self.tokenized(place, prompt)
+            self.counts[KEPT] += bool(kept)
+            self.counts["answers with ids that differ from those of their text"] += bool(kept) and kept != ids
+            answer = kept or ids
+            if not answer:
+                self.counts["answers that are blank, or that the chat template hides"] += 1
+                continue
+            if not samples or prompt[: len(samples[-1].ids)] != samples[-1].ids:
+                samples.append(Encoded([], []))
+            samples[-1].add(prompt[len(samples[-1].ids) :], supervised=False)
+            samples[-1].add(answer, supervised=True)
+        return samples
+
+    def tokenized(self, place: int, prompt: list[int]) -> list[int]:
+        """The ids of the answer's text; empty where that cannot be determined."""
+        text = self.written(place)
+        if not text:
+            return []
+        whole = self.chat.tokenize(self.prompt(place) + text)
+        # While decoding, the prompt is tokenised alone: no token may straddle its end.
+        return whole[len(prompt) :] if whole[: len(prompt)] == prompt else self.chat.tokenize(text)
+
+    def written(self, place: int) -> str:
+        """The text that the target wrote after the prompt, the end of its turn included; empty where unknown."""
+        message, prompt = self.messages[place], self.prompt(place)
+        if not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")):
+            return ""
+        cut = self.cut and place == self.places[-1]
+        try:
+            rendered = self.chat.render(self.messages[: place + 1], self.tools, keywords=self.keywords)
+        except TemplateError:  # some templates want a chat to end with the user
+            return composed(self.chat, prompt, message, cut)
+        if rendered.startswith(prompt):
+            text = to_the_end(self.chat, rendered[len(prompt) :], cut)
+            if complete(text, message):
+                return text
+        opening = last_control(self.chat, prompt)
+        if opening and opening in rendered:  # the turn itself is as it was served, what precedes it is not
+            text = to_the_end(self.chat, rendered.rpartition(opening)[2], cut)
+            if complete(text, message):
+                return text
+        return composed(self.chat, prompt, message, cut)
+
+    # -------------------------------------------------------------------------------------------- kept ids
+
+    def _kept_ids(self, conversation: Conversation) -> list[list[int]]:
+        """The ids of each answer as the target wrote them; an empty list where they are unknown."""
+        none: list[list[int]] = [[] for _ in self.places]
+        if not conversation.answer_ids:
+            return none
+        if conversation.meta.get("tokenizer", self.chat.tokenizer_digest) != self.chat.tokenizer_digest:
+            self.counts["answers with ids of another tokenizer"] += len(none)
+            return none
+        kept = []
+        for ids, place in zip(conversation.answer_ids, self.places, strict=True):
+            fit = not ids or self._fit(ids, self.messages[place])
+            self.counts["answers with ids that do not fit their text"] += not fit
+            kept.append(list(ids) if fit else [])
+        return kept
+
+    def _fit(self, ids: list[int], message: Message) -> bool:
+        try:
+            return complete(self.chat.tokenizer.decode(ids, skip_special_tokens=False), message)
+        except (IndexError, OverflowError, TypeError):  # no ids of this tokenizer
+            return False
+
+
+# ------------------------------------------------------------------------------------------------ an answer's text
+
+
+def to_the_end(chat: ChatTemplate, text: str, cut: bool) -> str:
+    """A turn that was rendered as the last of a chat, up to its terminator; before it where the answer was `cut`."""
+    if text.endswith(chat.ending):
+        content = text.removesuffix(chat.ending)
+        return content if cut else content + chat.terminator
+    text = text.rstrip()
+    token = chat.trailing_control(text)  # a tool call may end with another one
+    return text.removesuffix(str(chat.tokenizer.convert_ids_to_tokens(token))) if cut and token is not None else text
+
+
+def composed(chat: ChatTemplate, prompt: str, message: Message, cut: bool) -> str:
+    """The answer's text where the template prints only a part of it, since it cuts thoughts even from the last turn."""
+    content, thought = message["content"], message.get("reasoning_content") or ""
+    opened = OPEN_TAG.search(prompt)
+    tag = opened[1] if opened else "think"
+    if message.get("tool_calls") or (thought and not opened and f"</{tag}>" not in chat.source):
+        return ""
+    if thought:
+        content = ("" if opened else f"<{tag}>\n") + f"{thought}\n</{tag}>\n\n{content}"
+    elif opened:
+        content = re.sub(rf"\A\s*<{re.escape(tag)}>\s*", "", content)
+        if f"</{tag}>" not in content:
+            return ""  # the thought is missing with which the target would begin
+    return content if cut else content + chat.terminator
+
+
+def last_control(chat: ChatTemplate, prompt: str) -> str:
+    """The end of a prompt from its last control token on; empty where it has none."""
+    start = max((prompt.rfind(token) for token in chat.control if token), default=-1)
+    return prompt[start:] if start >= 0 else ""
+
+
+def complete(text: str, message: Message) -> bool:
+    """Whether a text contains all that the message says, blanks apart."""
+    names = [str((call.get("function") or call).get("name", "")) for call in message.get("tool_calls") or ()]
+    printed = squeezed(text)
+    parts = [message["content"], message.get("reasoning_content") or "", *names]
+    return all(squeezed(part) in printed for part in parts)
+
+
+def squeezed(text: str) -> str:
+    """The text without blanks and line breaks, which templates trim and add."""
+    return "".join(text.split())

@@ -1,0 +1,238 @@
+"""The chat template of a target: messages to the text and the token ids that a server sends to the model.
+
+The keywords of a template, such as enable_thinking, and the date that some print change the text before an answer. A
+head trained with some and served with others drafts worse without any other sign, so that they are recorded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2.exceptions import TemplateError as JinjaError
+
+from spechead.errors import UserError
+from spechead.files import reason
+
+SENTINEL = "spechead7sentinel"
+Message = dict[str, Any]
+Tools = list[dict[str, Any]]
+Keywords = dict[str, Any]
+
+_TODAY = re.compile(r"""strftime_now\(\s*(?:"([^"]*)"|'([^']*)')\s*\)""")
+_CALL = {"type": "function", "id": "call00001", "function": {"name": "f", "arguments": {}}}
+_TOOL = {"type": "function", "function": {"name": "f", "description": "", "parameters": {"type": "object"}}}
+
+
+class TemplateError(UserError):
+    """A chat template that refuses a chat, or in which an assistant turn cannot be located."""
+
+
+@dataclass(frozen=True, eq=False)
+class ChatTemplate:
+    """A tokenizer, its chat template, and what the template is given besides the messages."""
+
+    tokenizer: Any
+    text: str = ""  # a Jinja template, or the name of one of the tokenizer's; empty: the tokenizer's default
+    keywords: Keywords = field(default_factory=dict)
+    date: str = ""  # YYYY-MM-DD, what templates print as today; empty: the day of the call
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Tools | None = None,
+        *,
+        generate: bool = False,
+        keywords: Keywords | None = None,
+    ) -> str:
+        """The chat as text; `generate`: with the opening of an assistant turn at its end.
+
+        `keywords`: added to those of the template. Raises TemplateError where the template refuses the chat.
+        """
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                tools=tools or None,
+                chat_template=self._source(bool(tools)),
+                tokenize=False,
+                add_generation_prompt=generate,
+                **self.keywords | (keywords or {}),
+            )
+        except (ArithmeticError, AttributeError, JinjaError, LookupError, TypeError, ValueError) as error:
+            why = " ".join(str(error).split())
+            raise TemplateError(f"the chat template of {self.name} refuses a chat: {why}") from error
+        return str(text)
+
+    def prompt_text(
+        self, messages: Sequence[Message], tools: Tools | None = None, keywords: Keywords | None = None
+    ) -> str:
+        """The chat up to the assistant's answer, also for templates that ignore add_generation_prompt."""
+        prompt = self.render(messages, tools, generate=True, keywords=keywords)
+        if self._opens_turns:
+            return prompt
+        answered = [*messages, {"role": "assistant", "content": SENTINEL}]
+        opened, sentinel, _ = self.render(answered, tools, keywords=keywords).partition(SENTINEL)
+        if not sentinel or not opened.startswith(prompt):
+            raise TemplateError(f"the chat template of {self.name} hides where an assistant turn begins or ends")
+        # A space before the answer belongs to the answer's first token, not to the prompt.
+        return opened if opened[len(prompt) :].strip() else prompt
+
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: Tools | None = None, keywords: Keywords | None = None
+    ) -> list[int]:
+        """Token ids of the chat up to the assistant's answer."""
+        return self.tokenize(self.prompt_text(messages, tools, keywords))
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of a rendered text; the template has already added the tokens that begin a sequence."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    @property
+    def name(self) -> str:
+        """The tokenizer's name and the beginning of its template, for messages."""
+        try:
+            start = repr(" ".join(self._source(tools=False).split())[:40]) + "..."
+        except (AttributeError, ValueError):
+            start = "it has none; give one as option chat_template"
+        return f"{getattr(self.tokenizer, 'name_or_path', '') or 'the tokenizer'} ({start})"
+
+    # -------------------------------------------------------------------------------------------- turns
+
+    @cached_property
+    def ending(self) -> str:
+        """The text after the content of an assistant's turn that is the last, such as `<|im_end|>` and a line break."""
+        answered = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": SENTINEL}]
+        _, sentinel, after = self.render(answered).partition(SENTINEL)
+        if not sentinel:
+            raise TemplateError(f"the chat template of {self.name} hides where an assistant turn begins or ends")
+        return after
+
+    @cached_property
+    def terminator(self) -> str:
+        """The control token that ends an assistant's turn, as text with the blanks before it; empty if none does."""
+        stripped = self.ending.lstrip()
+        token = self.leading_control(stripped)
+        if token is None:
+            return ""
+        blanks = self.ending[: len(self.ending) - len(stripped)]
+        return blanks + str(self.tokenizer.convert_ids_to_tokens(token))
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """The control tokens with which the template ends an assistant's turn, of text or of a tool call."""
+        found = set()
+        try:
+            found.add(self.leading_control(self.ending.lstrip()))
+            called = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
+            found.add(self.trailing_control(self.render(called, [_TOOL])))
+        except UserError:
+            pass  # a target without a template, or without tools
+        return frozenset(token for token in found if token is not None)
+
+    @cached_property
+    def control(self) -> dict[str, int]:
+        """Control tokens by their text."""
+        ids = set(self.tokenizer.all_special_ids) | set(self.tokenizer.get_added_vocab().values())
+        return {str(self.tokenizer.convert_ids_to_tokens(token)): token for token in ids}
+
+    def leading_control(self, text: str) -> int | None:
+        """The id of the control token that a text begins with, or None."""
+        found = max((token for token in self.control if token and text.startswith(token)), key=len, default="")
+        return self.control.get(found)
+
+    def trailing_control(self, text: str) -> int | None:
+        """The id of the control token that a text ends with, apart from blanks after it, or None."""
+        text = text.rstrip()
+        found = max((token for token in self.control if token and text.endswith(token)), key=len, default="")
+        return self.control.get(found)
+
+    # -------------------------------------------------------------------------------------------- identity
+
+    @cached_property
+    def prints_date(self) -> bool:
+        """Whether the template prints the day on which it is rendered."""
+        return any(_TODAY.search(text) for text in self._texts)
+
+    @property
+    def source(self) -> str:
+        """The text of the template, with that for tools where it is another one; empty without a template."""
+        return "\n".join(dict.fromkeys(self._texts))
+
+    def record(self) -> dict[str, Any]:
+        """What a run records of it: the same values give the same text."""
+        shown = self._date.isoformat() if self.prints_date else ""
+        return {"template_kwargs": self.keywords, "chat_template": self.text, "template_date": shown}
+
+    @cached_property
+    def tokenizer_digest(self) -> str:
+        """Identifies the tokenizer: equal ones give the same ids for a text."""
+        backend = getattr(self.tokenizer, "backend_tokenizer", None)
+        state = backend.to_str() if backend is not None else json.dumps(sorted(self.tokenizer.get_vocab().items()))
+        return hashlib.sha256(f"{type(self.tokenizer).__name__}{state}".encode("utf-8", "replace")).hexdigest()[:16]
+
+    @cached_property
+    def digest(self) -> str:
+        """Identifies tokenizer, template, keywords and, where the template prints it, the date."""
+        parts = [self.tokenizer_digest, self._texts, self.keywords, self.record()["template_date"]]
+        parts.append({name: str(token) for name, token in self.tokenizer.special_tokens_map.items()})
+        return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+    @property
+    def _date(self) -> date:
+        return date.fromisoformat(self.date) if self.date else date.today()
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        """The templates in use: without tools and with them."""
+        try:
+            return [self.tokenizer.get_chat_template(self.text or None, tools) for tools in (None, [_TOOL])]
+        except (AttributeError, ValueError):
+            return []
+
+    def _source(self, tools: bool) -> str:
+        """The template for chats with or without tools, its calls for today's date replaced by the date."""
+        texts = self._texts or [self.tokenizer.get_chat_template(self.text or None)]  # the latter raises, with a reason
+        return _TODAY.sub(lambda found: repr(self._date.strftime(found[1] or found[2] or "")), texts[tools])
+
+    @cached_property
+    def _opens_turns(self) -> bool:
+        """Whether the template follows add_generation_prompt."""
+        asked = [{"role": "user", "content": "Hi"}]
+        return self.render(asked, generate=True) != self.render(asked)
+
+
+def read_template(value: str, tokenizer: Any) -> str:
+    """The option chat_template as `ChatTemplate.text`: the contents of a file, a template as it is, or the name of one
+    of the tokenizer's templates. Raises UserError for anything else."""
+    named = tokenizer.chat_template if isinstance(getattr(tokenizer, "chat_template", None), dict) else {}
+    if not value or value in named or "{{" in value or "{%" in value:
+        return value
+    path = Path(value)
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = reason(error) if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise UserError(f"option chat_template: cannot read {value}: {why}") from error
+    names = f"; the target's own are {', '.join(named)}" if named else ""
+    raise UserError(f"option chat_template: {value!r} is neither a file nor a Jinja template{names}")
+
+
+def check_date(value: str) -> None:
+    """Raise UserError unless the option template_date is empty or a date."""
+    try:
+        date.fromisoformat(value or "2000-01-01")
+    except ValueError:
+        raise UserError(f"option template_date: must be a date as YYYY-MM-DD, got {value!r}") from None
+
+
+def prompt_ids(tokenizer: Any, messages: Sequence[Message], template_kwargs: Keywords | None = None) -> list[int]:
+    """Token ids of a chat up to the assistant's answer, with the tokenizer's own chat template."""
+    return ChatTemplate(tokenizer, keywords=dict(template_kwargs or {})).prompt_ids(messages)
