@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from spechead.data.conversation import Conversation, Unusable
+from spechead.data.conversation import Conversation
+from spechead.data.messages import Message, Unusable
 
-Message = dict[str, Any]
+RESULTS = ("tool", "ipython", "function")
 
 
 @dataclass
@@ -141,10 +142,10 @@ def split_turns(conversation: Conversation) -> tuple[list[list[Message]], str]:
     ended, asked = "", False
     for message in conversation.messages:
         role = message["role"]
-        if asked and role in ("user", "assistant", "tool"):
+        if asked and role in ("user", "assistant", *RESULTS):
             turns.append(turn)
             turn, asked = [], False
-        if role == "tool":
+        if role in RESULTS:
             ended = "before a tool's result"
             break
         if role != "assistant":

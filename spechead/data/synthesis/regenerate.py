@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from spechead.data.conversation import Conversation, Unusable
+from spechead.data.conversation import Conversation
+from spechead.data.messages import Unusable
 from spechead.data.sources import Row, parse, read_rows
 from spechead.data.synthesis.continuous import Continuation, ContinuousDecoder, Request, use_batch_attention
 from spechead.data.synthesis.dialogue import Answer, Dialogue, split_turns
@@ -30,7 +31,6 @@ from spechead.options import Range
 from spechead.progress import Progress
 from spechead.target.bundled import NAME as BUNDLED
 from spechead.target.chat_template import ChatTemplate, TemplateError
-from spechead.target.loading import load_tokenizer
 from spechead.target.model import Target
 from spechead.target.options import TargetOptions
 
@@ -70,7 +70,8 @@ class RegenerateOptions(TargetOptions):
     seed: int = field(default=0, kw_only=True)
     """Fixes temperatures and samples of each conversation, however the work is divided."""
     max_new_tokens: Annotated[int, Range(1)] = field(default=1024, kw_only=True)
-    """Longest answer, in tokens; one that reaches it is kept, ends its conversation and is marked "finish": "length"."""
+    """Longest answer, in tokens; one that reaches it is kept, is the last of its conversation, and is marked
+    "finish": "length"."""
     max_turns: Annotated[int, Range(0)] = field(default=0, kw_only=True)
     """Turns of a conversation that are answered; 0 for all."""
     limit: Annotated[int, Range(0)] = field(default=0, kw_only=True)
@@ -89,6 +90,9 @@ class RegenerateOptions(TargetOptions):
             raise UserError("option temperature: is empty, give it once or several times")
         if self.model and not self.server:
             raise UserError("option model: belongs to --server; use --target for the target that is loaded here")
+        if self.server and not self.target and (self.chat_template or self.adapter):
+            name = "chat_template" if self.chat_template else "adapter"
+            raise UserError(f"option {name}: the server has its own; give --target, too, to compare its prompts")
         if self.server and process()[1] > 1:
             raise UserError("option server: one process is enough; start without torchrun and raise concurrency")
 
@@ -107,7 +111,8 @@ def regenerate(options: RegenerateOptions) -> dict[str, Any]:
     rank, world = process()
     writer: ServerWriter | TargetWriter = ServerWriter(options) if options.server else TargetWriter(options)
     journal = Journal(options.out, rank)
-    settings = writer.settings | {"options": recorded(options), "prompts": source.digest}
+    template = writer.chat.record() if writer.chat else {}
+    settings = writer.settings | {"options": recorded(options) | template, "digest": source.digest}
     if not journal.begin(settings):
         print(f"{options.out} is there already, written with these settings; delete it to write it again")
         return journal.written()
@@ -178,7 +183,6 @@ class TargetWriter:
             "target": self.target.name,
             "fingerprint": self.target.fingerprint,
             "dtype": options.precision,
-            **self.target.chat.record(),
         }
 
     def answer(self, dialogues: Iterator[Dialogue], record: Record, fail: Fail, wrote: Callable[[int], None]) -> None:
@@ -227,8 +231,7 @@ class ServerWriter:
     def __init__(self, options: RegenerateOptions) -> None:
         self.chat: ChatTemplate | None = None
         if options.target:
-            tokenizer = load_tokenizer(options.target, trust_remote_code=options.trust_remote_code)
-            self.chat = ChatTemplate(tokenizer, keywords=options.template_kwargs)
+            self.chat = options.load_chat()
         request: dict[str, Any] = {"max_tokens": options.max_new_tokens, "top_p": options.top_p}
         if any(options.temperature):
             request["top_k"] = options.top_k
@@ -243,8 +246,9 @@ class ServerWriter:
             prompt_ids=self.chat.prompt_ids if self.chat else None,
         )
         self.server.choose_model()
-        self.name = options.target or self.server.model
-        self.settings = {"target": self.name, "served": self.server.model, **(self.chat.record() if self.chat else {})}
+        target = f"{options.target} with {options.adapter}" if options.adapter else options.target
+        self.name = target or self.server.model
+        self.settings = {"target": self.name, "served": self.server.model}
 
     def answer(self, dialogues: Iterator[Dialogue], record: Record, fail: Fail, wrote: Callable[[int], None]) -> None:
         """Answer all turns of all dialogues; each is handed to `record`, or, with the reason, to `fail`."""

@@ -11,12 +11,13 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
 from typing import Any
 from urllib.parse import urlsplit
 
+from spechead.data.messages import Cleaner, Unusable
 from spechead.data.synthesis.dialogue import Answer, Dialogue
 from spechead.errors import UserError, first_line
 
@@ -139,7 +140,9 @@ class ChatServer:
             refusal = choice["message"].get("refusal")
             if refusal or choice.get("finish_reason") in ("content_filter", "refusal"):
                 dialogue.counts["refused"] += 1
-                dialogue.stop("refused by the target" if refusal else f"refused by the server: {choice['finish_reason']}")
+                dialogue.stop(
+                    "refused by the target" if refusal else f"refused by the server: {choice['finish_reason']}"
+                )
                 return
             self._compare_prompt(body.get("prompt_token_ids"), dialogue)
             answer = answer_of(body)
@@ -234,7 +237,10 @@ def checked(content: bytes) -> dict[str, Any]:
         raise Malformed("an empty message")
     if ids is not None and not (isinstance(ids, list) and all(type(token) is int for token in ids)):
         raise Malformed("token_ids must be numbers")
-    choice["message"] = whole_characters(message)
+    try:
+        choice["message"] = Cleaner().clean(message)
+    except Unusable as error:
+        raise Malformed(str(error)) from error
     return dict(body)
 
 
@@ -256,12 +262,6 @@ def answer_of(body: dict[str, Any]) -> Answer:
 def thoughts(message: dict[str, Any]) -> Any:
     """The thoughts that a server split off, under either of their names."""
     return message.get("reasoning_content") or message.get("reasoning")
-
-
-def whole_characters(value: Any) -> Any:
-    """A JSON value with U+FFFD in place of halves of characters, which JSON can express and UTF-8 cannot."""
-    text = json.dumps(value, ensure_ascii=False)
-    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
 def message_of(reply: Any) -> str:
