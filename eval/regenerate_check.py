@@ -9,7 +9,6 @@ within the rounding of float32), and all prompts must be those of our chat templ
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from eval.serve_check import model_folder, server
+from eval import serve_check
 from spechead.cli.main import one_line_errors
 from spechead.data.synthesis.journal import Journal
 from spechead.data.synthesis.regenerate import RegenerateOptions, regenerate
@@ -25,7 +24,7 @@ from spechead.errors import UserError
 from spechead.evaluation.measure import DEFAULT_PROMPTS, describe_machine
 from spechead.files import make_folder, read_jsonl, remove, shipped, write_json
 from spechead.options import Options, Range, parse
-from spechead.target.bundled import NAME as BUNDLED
+from spechead.target import bundled
 from spechead.target.loading import choose_device
 
 DIFFERENT = 0.05  # largest share of answers that may differ
@@ -37,7 +36,7 @@ class CheckOptions(Options):
 
     vllm: str
     """Python of an environment with vLLM."""
-    target: str = BUNDLED
+    target: str = bundled.NAME
     """Bundled target, local folder or hub id."""
     prompts: str = ""
     """Prompts to answer, in any layout of data sets. Empty: the held-out prompts."""
@@ -59,12 +58,13 @@ def main(argv: Sequence[str]) -> int:
     work = Path(options.work)
     make_folder(work)
     here, _ = answers(options, work / "here.jsonl")
-    with server(options.vllm, model_folder(options.target), work / "regenerate.log", None) as address:
+    model = str(bundled.folder()) if options.target == bundled.NAME else options.target
+    with serve_check.server(options.vllm, model, work / "regenerate.log", None) as address:
         served, meta = answers(options, work / "served.jsonl", server=f"{address}/v1", model="target")
     result = compare(here, served, meta)
     print(
         f"vLLM's ids are the same for {result['identical']}/{result['answers']} answers\n"
-        f"  its prompts differ from our chat template's for {result['prompts_that_differ']}/{result['prompts_compared']}\n"
+        f"  prompts that differ from our template's: {result['prompts_that_differ']}/{result['prompts_compared']}\n"
         f"  {'passed' if result['passed'] else 'FAILED'}"
     )
     if options.json:
@@ -73,8 +73,10 @@ def main(argv: Sequence[str]) -> int:
     return 0 if result["passed"] else 1
 
 
-def answers(options: CheckOptions, out: Path, **where: str) -> tuple[list[list[int]], dict[str, Any]]:
-    """The ids of every answer in the order of the prompts, and the record of the command."""
+def answers(
+    options: CheckOptions, out: Path, *, server: str = "", model: str = ""
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """The ids of every answer in the order of the prompts, and the record of the command. `server`: ask it."""
     journal = Journal(out)
     for earlier in (out, journal.meta, journal.partial):
         remove(earlier)
@@ -87,7 +89,8 @@ def answers(options: CheckOptions, out: Path, **where: str) -> tuple[list[list[i
             device="cpu",
             max_new_tokens=options.max_new_tokens,
             batch_size=16,
-            **where,
+            server=server,
+            model=model,
         )
     )
     return [ids for _, row in read_jsonl(out, "answers") for ids in row["answer_ids"]], meta
