@@ -99,6 +99,7 @@ def chat_server(script: Script = echo, models: list[str] | None = None) -> Itera
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(body)
+                self.close_connection = "Content-Length" in reply.headers  # a promise that is not kept
             except OSError:
                 pass  # the client has left
 
