@@ -32,7 +32,4 @@ def test_rows_equal_plain_decoding_whatever_their_neighbours(family: str) -> Non
         for i, tokens in enumerate(alone):
             end = next((j for j, token in enumerate(tokens) if token in stops), len(tokens))
             finished = end < len(tokens)
-            assert written[i] == Continuation(tokens[:end], finished, tokens[end] if finished else None), (
-                batch_size,
-                i,
-            )
+            assert written[i] == Continuation(tokens[:end], finished, tokens[end] if finished else None), (batch_size, i)
