@@ -103,8 +103,10 @@ def chat_server(script: Script = echo, models: list[str] | None = None) -> Itera
             except OSError:
                 pass  # the client has left
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    class Server(ThreadingHTTPServer):
+        daemon_threads, request_queue_size = True, 128  # by default, more than five at once are cut off
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01), daemon=True)
     thread.start()
     state.address = f"http://127.0.0.1:{server.server_address[1]}/v1"

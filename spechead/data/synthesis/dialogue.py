@@ -64,7 +64,6 @@ class Dialogue:
         self.temperature = random.Random(f"{seed}/{number}").choice(list(temperatures))
         self.messages: list[Message] = []
         self.answers: list[Answer] = []
-        self.dropped = ""  # why there is no answer at all
         self.counts: Counter[str] = Counter()
         self._waiting = turns
         self._seed = seed
@@ -89,12 +88,18 @@ class Dialogue:
         """End the conversation before the open turn, which cannot be answered."""
         while self.messages and self.messages[-1]["role"] != "assistant":
             self.messages.pop()
-        if not self.answers:
-            self.dropped = reason
         self._end(reason)
 
     def _end(self, how: str) -> None:
         self._waiting, self.ended = [], how
+
+    @property
+    def dropped(self) -> str:
+        """Why there is no answer in it that a head can be trained on, else ""."""
+        if not self.answers:
+            return self.ended
+        says = any(answer.content.strip() or answer.reasoning.strip() or answer.tool_calls for answer in self.answers)
+        return "" if says else "empty answer"
 
     @property
     def turn_seed(self) -> int:
@@ -122,11 +127,12 @@ class Dialogue:
         return row | {"answer_ids": [answer.ids for answer in self.answers], "meta": meta}
 
     def count(self) -> dict[str, int]:
-        """What the record of the command sums up over its conversations."""
+        """What the record of the command sums up over its conversations; turns and tokens of its rows only."""
         counts = Counter(self.counts)
-        counts["turns"] = len(self.answers)
-        counts["tokens"] = sum(answer.tokens or len(answer.ids) for answer in self.answers)
-        counts["truncated"] = sum(not answer.finished for answer in self.answers)
+        if not self.dropped:
+            counts["turns"] = len(self.answers)
+            counts["tokens"] = sum(answer.tokens or len(answer.ids) for answer in self.answers)
+            counts["truncated"] = sum(not answer.finished for answer in self.answers)
         return {name: count for name, count in counts.items() if count}
 
 

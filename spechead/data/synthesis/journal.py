@@ -31,9 +31,10 @@ class Journal:
         self.meta = out.with_name(out.name + ".meta.json")
         self.partial = out.with_name(out.name + ".partial")
         self._own = self.partial / f"process-{rank}"
+        self._lock_file = out.with_name(f".{out.name}.lock")  # not in OUT.partial/, which goes while others wait
 
-    def begin(self, settings: dict[str, Any]) -> bool:
-        """Claim OUT.partial/ for these settings; False where OUT was already written with them.
+    def begin(self, settings: dict[str, Any]) -> dict[int, Place] | None:
+        """Claim OUT.partial/ for these settings; returns what is finished, None where OUT was written with them.
 
         Raises UserError where it was begun with others.
         """
@@ -41,9 +42,9 @@ class Journal:
         with self.lock():
             if self._complete(settings):
                 remove(self.partial)
-                return False
+                return None
             claim(self.partial / SETTINGS, settings, remedy="keep the old value, or delete that folder")
-        return True
+            return self.finished()
 
     def _complete(self, settings: dict[str, Any]) -> bool:
         if not (self.out.is_file() and self.meta.is_file()):
@@ -58,17 +59,19 @@ class Journal:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """One process at a time; the others wait."""
-        make_folder(self.partial)
-        lock = FileLock(self.partial / ".lock")
+        make_folder(self.out.absolute().parent)
+        lock = FileLock(self._lock_file)
         try:
             lock.acquire()
         except NotImplementedError:  # a file system without locks
             pass
         except OSError as error:
-            raise UserError(f"cannot write to {self.partial}: {reason(error)}") from error
+            raise UserError(f"cannot write {self._lock_file}: {reason(error)}") from error
         try:
             yield
         finally:
+            if not self.partial.exists():
+                remove(self._lock_file)
             lock.release()
 
     @property
@@ -77,7 +80,7 @@ class Journal:
         return not (self.partial / SETTINGS).exists()
 
     def finished(self) -> dict[int, Place]:
-        """Where the entry of each finished conversation is."""
+        """Where the entry of each finished conversation is. To be called inside the lock."""
         places: dict[int, Place] = {}
         for path in sorted(self.partial.glob(f"process-*/{LINES}")):
             with path.open("rb") as lines:

@@ -113,11 +113,12 @@ def regenerate(options: RegenerateOptions) -> dict[str, Any]:
     journal = Journal(options.out, rank)
     template = writer.chat.record() if writer.chat else {}
     settings = writer.settings | {"options": recorded(options) | template, "digest": source.digest}
-    if not journal.begin(settings):
+    finished = journal.begin(settings)
+    if finished is None:
         print(f"{options.out} is there already, written with these settings; delete it to write it again")
         return journal.written()
     work = Work(options, source, journal, writer)
-    work.answer(rank, world)
+    work.answer(rank, world, finished)
     if work.failed and not options.allow_failures:
         raise UserError(f"{work.failures()}; the others are kept: the same command asks for these again")
     return finish(options, source, journal, settings, work)
@@ -272,16 +273,15 @@ class Work:
         self.failed: Counter[str] = Counter()  # conversations, by reason
         self.tokenizer = writer.chat.tokenizer_digest if writer.chat else ""
 
-    def answer(self, rank: int, world: int) -> None:
+    def answer(self, rank: int, world: int, finished: dict[int, Place]) -> None:
         """Answer the unfinished conversations of this process, and append each to its journal.
 
         Which process has which follows from the numbers of the rows alone: processes that started earlier have already
         finished some, so that a share of the unfinished ones would not be the same seen from each.
         """
-        if next(self.dialogues(rank, world, self.journal.finished()), None) is None:
+        if next(self.dialogues(rank, world, finished), None) is None:
             return  # without touching OUT.partial/, which another process may be about to remove
         with self.journal.appending() as journal:
-            finished = self.journal.finished()
             total = sum(number % world == rank for number in self.source.numbers)
             done = sum(number % world == rank for number in finished)
             title = "regenerate" if world == 1 else f"regenerate, process 1 of {world}"

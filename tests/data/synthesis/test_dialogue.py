@@ -106,6 +106,15 @@ def test_a_turn_that_cannot_be_answered_ends_the_conversation_before_it() -> Non
     assert first.dropped == "refused" and not first.open()
 
 
+def test_a_conversation_of_empty_answers_is_dropped() -> None:
+    dialogue = Dialogue(0, "x", chat("u u"))
+    assert dialogue.open()
+    dialogue.add(Answer(" ", [2], True))
+    assert dialogue.dropped == "empty answer" and dialogue.open()
+    dialogue.add(Answer("two", [8, 2], True))
+    assert not dialogue.dropped
+
+
 def test_tools_keywords_and_kind_are_kept_and_turns_are_limited() -> None:
     conversation = chat("u u u")
     conversation.tools, conversation.keywords = [{"type": "function"}], {"enable_thinking": False}

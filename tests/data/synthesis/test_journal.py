@@ -61,7 +61,9 @@ def test_a_conversation_that_two_processes_finished_counts_once(tmp_path: Path) 
 
 def test_other_settings_are_refused(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "out.jsonl")
-    assert journal.begin(SETTINGS) and journal.begin(SETTINGS) and not journal.gone
+    assert journal.begin(SETTINGS) == {} and not journal.gone
+    add(journal, 3)
+    assert list(journal.begin(SETTINGS) or ()) == [3]
     with pytest.raises(UserError, match=r"out\.jsonl\.partial was begun with options\.seed = 0, now 1: keep the old"):
         journal.begin({"target": "tiny", "options": {"seed": 1}})
 
@@ -69,10 +71,11 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
 def test_a_finished_file_is_known_by_its_record(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "out.jsonl")
     journal.out.write_text("{}\n")
-    assert journal.begin(SETTINGS)  # of unknown origin: written again
+    assert journal.begin(SETTINGS) == {}  # of unknown origin: written again
     write_json(journal.meta, SETTINGS | {"conversations": 1})
-    assert not journal.begin(SETTINGS) and not journal.partial.exists()
-    assert journal.begin(SETTINGS | {"target": "another"})
+    assert journal.begin(SETTINGS) is None
+    assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "out.jsonl.meta.json"}
+    assert journal.begin(SETTINGS | {"target": "another"}) == {}
 
 
 def test_two_processes_of_one_number_exclude_each_other(tmp_path: Path) -> None:
