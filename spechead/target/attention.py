@@ -42,9 +42,15 @@ def shared_group_attention(
 def grouped_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None = None, causal: bool = False
 ) -> Tensor:
-    """SDPA [B, N, Q, C] whose query groups share keys and values. On an accelerator, with a mask, keys and values are
-    copied: only the slowest kernel shares them there."""
+    """SDPA [B, N, Q, C] whose query groups share keys and values.
+
+    One query: those of a group become the queries of one head, several times as fast on a CPU in bfloat16. Several on
+    an accelerator, with a mask: keys and values are copied, since only the slowest kernel shares them there.
+    """
     shared = query.shape[1] != key.shape[1]
+    if shared and query.shape[2] == 1 and (mask is None or mask.shape[1] == 1):
+        folded = query.reshape(query.shape[0], key.shape[1], -1, query.shape[-1])  # [B, G, N/G, C]
+        return F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scale).view(query.shape)
     if shared and mask is not None and query.device.type != "cpu":
         groups = query.shape[1] // key.shape[1]
         key, value, shared = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), False

@@ -42,6 +42,19 @@ def test_several_queries_without_a_mask_are_causal(softcap: float | None) -> Non
     assert torch.allclose(last, expected[:, -1:], atol=1e-5), "one query sees all keys"
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_one_query_a_row_follows_the_formula(groups: int, heads: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, 8).transpose(1, 2), torch.randn(3, groups, 5, 8), torch.randn(3, groups, 5, 8)
+    mask = torch.rand(3, heads, 1, 5) > 0.4
+    mask[..., 0] = True
+    for given in (mask, None):
+        expected = by_formula(q, k, v, torch.ones(1, dtype=torch.bool) if given is None else given, None)
+        found = grouped_attention(q, k, v, given, None)
+        assert found.shape == q.shape and torch.allclose(found.transpose(1, 2), expected, atol=1e-5)
+
+
 def test_the_scale_is_an_argument() -> None:
     q, k, v = torch.randn(1, 2, 1, 4), torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4)
     assert torch.allclose(grouped_attention(q, k, v, None, 0.0)[0, :, 0], v[0].mean(1), atol=1e-6)

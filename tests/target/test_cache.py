@@ -63,3 +63,33 @@ def test_rows_of_equal_length_need_no_lengths() -> None:
     append(cache, [[5, 6], [7, 8]])
     cache.keep([[0, 1], [0, 1]], 2)
     assert cache.lengths is None and stored(cache) == [[1, 2, 5, 6], [3, 4, 7, 8]]
+
+
+def test_rows_that_have_ended_are_replaced_by_new_ones() -> None:
+    cache, new = KVCache(), KVCache()
+    append(cache, [[1, 2, 3], [4, 5, 0], [6, 0, 0]])
+    cache.set_lengths([3, 2, 1])
+    append(new, [[10], [11]])
+    cache.insert([0, 2], new)
+    assert stored(cache) == [[10], [4, 5], [11]] and cache.length == 2
+    longer = KVCache()
+    append(longer, [list(range(20, 320)), list(range(30, 330))])
+    longer.set_lengths([300, 7])
+    cache.insert([1, 0], longer)  # beyond the capacity
+    assert stored(cache) == [list(range(30, 37)), list(range(20, 320)), [11]]
+    append(cache, [[50], [60], [70]])
+    cache.keep([[0], [], [0]], 300)
+    assert stored(cache) == [[*range(30, 37), 50], list(range(20, 320)), [11, 70]]
+
+
+def test_columns_that_no_row_has_written_are_finite() -> None:
+    cache, new = KVCache(), KVCache()
+    append(cache, [[1], [2]])
+    for layer in cache.layers:
+        assert layer.buffer._keys is not None and layer.buffer._values is not None
+        layer.buffer._keys[:, :, 1:] = torch.nan  # as memory may be
+        layer.buffer._values[:, :, 1:] = torch.nan
+    append(new, [[3, 4, 5]])
+    cache.insert([0], new)
+    keys, values = cache.update(rows([[6], [7]]), rows([[6], [7]]), 0)
+    assert keys.isfinite().all() and values.isfinite().all() and keys.shape[2] == 4

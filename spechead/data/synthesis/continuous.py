@@ -1,8 +1,9 @@
 """Decode many requests without drafts, a fixed number side by side: for data, where the throughput of all rows counts.
 
-A row that has ended leaves its place to the next request at once: the new prompt runs in a pass of its own, and its
-keys and values replace those of the row. Each request has its own temperature and its own random numbers, so that its
-text does not depend on its neighbours (up to rounding, which differs with the shape of a pass).
+A row that has ended leaves its place to the next request: the new prompt runs in a pass of its own, and its keys and
+values replace those of the row. With many rows a few are replaced together, so that such a pass pays. Each request has
+its own temperature and its own random numbers, so that its text does not depend on its neighbours (up to rounding,
+which differs with the shape of a pass).
 
 Legend: B rows, n new rows, P tokens of the longest new prompt, V vocabulary, k candidates.
 """
@@ -18,11 +19,13 @@ import torch
 from torch import Tensor
 
 from spechead.errors import UserError
+from spechead.target import attention
 from spechead.target.cache import KVCache
 from spechead.target.loading import dtype_name
 from spechead.target.model import Target
 
-COMPACT_SHARE = 0.125  # rows without a request stay until they are this share of the batch: moving a cache costs, too
+REFILL_SHARE = 1 / 16  # free places are filled once they are this share of the batch: a pass over one prompt costs
+COMPACT_SHARE = 1 / 8  # without further requests, they are dropped at this share: moving a cache costs, too
 PREFILL_TOKENS = 4096  # of one pass over new prompts, padding included: bounds its memory
 
 
@@ -50,11 +53,11 @@ Done = Callable[[Request, Continuation], Iterable[Request]]
 
 
 def use_batch_attention(target: Target) -> None:
-    """Switch the target to transformers' own SDPA, which is the fastest on a CPU with masks and many rows; where that
-    does not exist, or scores are capped, which it does not support, the target keeps its own."""
+    """Switch the target to the attention that is fastest with masks and many rows: where it fits, spechead's, which
+    copies no keys or values for the queries of a group."""
     capped = getattr(target.config, "attn_logit_softcapping", None)
-    if getattr(target.model, "_supports_sdpa", False) and not capped:
-        target.model.set_attn_implementation("sdpa")
+    fits = getattr(target.model, "_supports_sdpa", False) or capped
+    target.model.set_attn_implementation(attention.NAME if fits else "eager")
 
 
 class ContinuousDecoder:
@@ -128,19 +131,23 @@ class _Batch:
         self._requests, self._done = requests, done
         self._next: deque[Request] = deque()  # what `done` returned
 
+    @property
+    def open(self) -> int:
+        """How many more rows the batch may have."""
+        return self.decoder.batch_size - sum(row is not None for row in self.rows)
+
     def fill(self) -> bool:
         """Give the free places to the next requests; returns whether there is anything to decode."""
-        while new := self._take(self.decoder.batch_size - sum(row is not None for row in self.rows)):
-            for group in _groups(new):
-                self._begin(group)
-        free = sum(row is None for row in self.rows)
-        if free == len(self.rows):
-            return False
-        if free and free >= COMPACT_SHARE * len(self.rows):
-            active = [place for place, row in enumerate(self.rows) if row is not None]
+        if self.open >= max(1, REFILL_SHARE * self.decoder.batch_size):
+            while new := self._take(self.open):
+                for group in _groups(new):
+                    self._begin(group)
+        active = [place for place, row in enumerate(self.rows) if row is not None]
+        free = len(self.rows) - len(active)
+        if active and free and free >= COMPACT_SHARE * len(self.rows):
             self.cache.select(torch.tensor(active, device=self.target.device))
             self.rows = [self.rows[place] for place in active]
-        return True
+        return bool(active)
 
     def step(self) -> None:
         """Write one more token of every row."""
@@ -184,10 +191,11 @@ class _Batch:
         last = out.hidden[range(len(rows)), [length - 1 for length in lengths]]  # [n, H]
         tokens = self.decoder.draw(self.target.logits(last), rows)
         going = [index for index, row in enumerate(rows) if not self._append(row, tokens[index])]
+        if not going:
+            return
         if len(going) < len(rows):
-            cache.select(torch.tensor(going, dtype=torch.long, device=self.target.device))
-        if going:
-            self._place([rows[index] for index in going], cache)
+            cache.select(torch.tensor(going, device=self.target.device))
+        self._place([rows[index] for index in going], cache)
 
     def _place(self, rows: list[_Row], cache: KVCache) -> None:
         """Put rows with their cache into free places, and make places for the others."""

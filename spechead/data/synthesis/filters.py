@@ -17,17 +17,28 @@ NEAR_OVERLAP = 0.6  # prompts that share this part of their word trigrams are ne
 # Only at the beginning of a line, as in a transcript of turns.
 ROLE_MARKER = re.compile(r"^\s*#*\s*(user|assistant|system|human|ai|bot|q|a)\s*:", re.IGNORECASE | re.MULTILINE)
 SPECIAL_MARKER = re.compile(r"<\|\w*\|?>?|\[/?INST\]|</?s>|<<SYS>>|<(start|end)_of_turn>")
+BROKEN = "\ufffd"
+SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which UTF-8 cannot store
 
 
-def refuse_prompt(text: str) -> str:
-    """The reason why `text` is not a usable prompt; empty if it is one."""
-    if len(text) < MIN_CHARACTERS or len(text.split()) < MIN_WORDS:
+def without_surrogates(text: str) -> str:
+    """The text with U+FFFD for every lone surrogate."""
+    return SURROGATE.sub(BROKEN, text)
+
+
+def refuse_prompt(text: str, english: bool = True) -> str:
+    """The reason why `text` is not a usable prompt; empty if it is one. `english`: it must be in that language; in
+    others, which may have no spaces, words are not counted and repeats are those of characters."""
+    words = text.lower().split()
+    if len(text) < MIN_CHARACTERS or (english and len(words) < MIN_WORDS):
         return "prompt too short"
     if ROLE_MARKER.search(text) or SPECIAL_MARKER.search(text):
         return "prompt holds role markers"
-    if not mostly_english(text):
+    if BROKEN in text:
+        return "prompt holds broken characters"
+    if english and not mostly_english(text):
         return "prompt in another script"
-    if repetitive(text.lower().split()):
+    if repetitive(words if english else text.lower()):
         return "prompt repeats itself"
     return ""
 
@@ -39,7 +50,7 @@ def refuse_answer(text: str, tokens: Sequence[int], keep_loops: bool = False) ->
         return "answer empty"
     if SPECIAL_MARKER.search(text):
         return "answer holds role markers"
-    if "\ufffd" in text:
+    if BROKEN in text:
         return "answer holds broken characters"
     if not keep_loops and (repetitive(tokens) or distinct_share(tokens[-TAIL:]) < MIN_DISTINCT_TAIL):
         return "answer repeats itself"

@@ -1,24 +1,34 @@
 """`spechead data synthesize`: generate training conversations with the target, both prompts and answers.
 
 Prompted with the opening of a user turn, a chat model generates a user's message; prompted with that message, it
-answers. A head must learn to draft the target's own answers. The work proceeds in rounds: prompts, filter, answers,
-filter. Each round has its own seed and its own file in OUT.partial/, so that an interrupted command resumes and
-produces the same rows.
+answers. A head must learn to draft the target's own answers, whose ids are stored as they were written. The work
+proceeds in rounds: prompts, filter, answers, filter, and so on for further turns. Each round has its own seed and its
+own file in OUT.partial/, so that an interrupted command resumes and produces the same rows.
 """
 
 import dataclasses
+import hashlib
 import json
 import random
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from spechead.data import chat
 from spechead.data.prompts import read_prompts
-from spechead.data.synthesis.batch_decode import Continuation, Draw, continue_batch, use_batch_attention
-from spechead.data.synthesis.filters import SeenPrompts, refuse_answer, refuse_prompt
+from spechead.data.synthesis.continuous import Continuation, ContinuousDecoder, Request
+from spechead.data.synthesis.filters import (
+    SURROGATE,
+    SeenPrompts,
+    refuse_answer,
+    refuse_prompt,
+    without_surrogates,
+)
+from spechead.data.synthesis.gathered import Gathered, Round, Row, describe_counts
 from spechead.data.synthesis.prompt_kinds import KINDS
+from spechead.data.synthesis.steering import Steering, closing_tokens, steering, system_text
 from spechead.errors import UserError
 from spechead.files import claim, make_folder, read_json, remove, write_json, write_text
 from spechead.options import Range
@@ -29,8 +39,7 @@ from spechead.target.options import TargetOptions
 
 PARTIAL_OPTIONS = "options.json"
 BATCHES_PER_ROUND = 4
-MIN_USABLE_SHARE = 0.02  # a target whose prompts pass the filters less often does not write user turns
-Row = dict[str, Any]
+FOLLOW_UP = "follow-up: "  # before the reasons that end a conversation early
 
 
 @dataclass(kw_only=True)
@@ -65,6 +74,11 @@ class SynthesizeOptions(TargetOptions):
     """Keep answers that repeat themselves: a small model loops when it is served, too, and a head can draft that."""
     batch_size: Annotated[int, Range(1)] = 64
     """Rows decoded at once: more is faster until memory runs out."""
+    turns: Annotated[int, Range(1)] = 1
+    """Most questions of a conversation; it has fewer where the next one, or its answer, is not usable."""
+    language: str = ""
+    """Language of the conversations, in words that the target understands (German, Brazilian Portuguese); empty:
+    English. Others are not checked for their language, and their first words are left to the target."""
     exclude: str = ""
     """JSONL file of prompts, such as those of an evaluation; they and near-duplicates are left out."""
 
@@ -72,18 +86,12 @@ class SynthesizeOptions(TargetOptions):
         super().__post_init__()
         if self.out.is_dir():
             raise UserError(f"option out: {self.out} is a folder, name a file")
+        if SURROGATE.search(self.language):
+            raise UserError("option language: is not valid UTF-8")
 
 
 # These may change when an interrupted command is resumed.
 FREE_OPTIONS = {"out", "count", "exclude", "device", "trust_remote_code"}
-
-
-@dataclass
-class Steering:
-    """The text before a user's message of one kind in the target's chat template, and the text that ends it."""
-
-    opening: str
-    closing: str
 
 
 def synthesize(options: SynthesizeOptions) -> dict[str, Any]:
@@ -92,20 +100,20 @@ def synthesize(options: SynthesizeOptions) -> dict[str, Any]:
     excluded = [prompt.text for prompt in read_prompts(Path(options.exclude))] if options.exclude else []
     make_folder(options.out.resolve().parent)
     partial = options.out.with_name(options.out.name + ".partial")
-    settings = {k: v for k, v in dataclasses.asdict(options).items() if k not in FREE_OPTIONS}
-    remedy = "keep the old value, or delete that folder"
-    claim(partial / PARTIAL_OPTIONS, settings | {"dtype": options.precision}, remedy=remedy)
+    if (partial / PARTIAL_OPTIONS).exists():
+        claim_partial(partial, options)
     gathered = Gathered(excluded, options.count)
     while not gathered.complete and round_file(partial, gathered.rounds).exists():
         gathered.add(read_json(round_file(partial, gathered.rounds)))
-    target = options.load(pack=False)  # packing is for a handful of rows, here there are many
-    use_batch_attention(target)
+    target = options.load()
+    claim_partial(partial, options)  # not before: a target that cannot be loaded must not bind the next attempt
     with Progress("synthesize", options.count, "conversation", done=len(gathered.rows)) as progress:
         writer = Writer(options, target, weights, progress)
         while not gathered.complete:
-            rows = writer.round(gathered.rounds, gathered.kinds, gathered.prompts)
-            write_json(round_file(partial, gathered.rounds), rows)
-            progress.advance(gathered.add(rows))
+            round_, path = writer.round(gathered), round_file(partial, gathered.rounds)
+            progress.advance(gathered.add(round_))
+            gathered.refuse_useless(target)
+            write_json(path, round_)
     meta = describe(options, target, gathered)
     write_text(options.out, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in gathered.rows))
     write_json(options.out.with_name(options.out.name + ".meta.json"), meta)
@@ -115,164 +123,187 @@ def synthesize(options: SynthesizeOptions) -> dict[str, Any]:
     return meta
 
 
-class Gathered:
-    """The rows of all rounds so far, in order, without excluded prompts."""
+@dataclass
+class Conversation:
+    """A conversation while it is written."""
 
-    def __init__(self, excluded: list[str], count: int) -> None:
-        self.rounds = 0
-        self.rows: list[Row] = []
-        self.prompts: list[str] = []  # including those of excluded rows, so that they are not written again
-        self.kinds: Counter[str] = Counter()
-        self.dropped: Counter[str] = Counter()
-        self._count = count
-        self._excluded = SeenPrompts()
-        for prompt in excluded:
-            self._excluded.add(prompt)
+    kind: str
+    messages: list[dict[str, str]]
+    answer_ids: list[list[int]] = field(default_factory=list)  # as written, with the end of the turn where it came
+    finish: str = ""  # "eos" or "length": what ended the last answer
 
-    @property
-    def complete(self) -> bool:
-        return len(self.rows) >= self._count
-
-    def add(self, round_: dict[str, Any]) -> int:
-        """Add the rows of the next round; returns how many were new."""
-        before = len(self.rows)
-        self.rounds += 1
-        self.dropped.update(round_["dropped"])
-        for row in round_["rows"]:
-            prompt = row["messages"][0]["content"]
-            self.prompts.append(prompt)
-            self.kinds[row["meta"]["kind"]] += 1
-            if self._excluded.contains(prompt):
-                self.dropped["prompt is excluded"] += 1
-            elif not self.complete:
-                self.rows.append(row)
-        return len(self.rows) - before
+    def row(self, target: Target) -> Row:
+        meta = {
+            "kind": self.kind,
+            "finish": self.finish,
+            "target": target.name,
+            "tokenizer": tokenizer_digest(target.tokenizer),
+        }
+        return {"messages": self.messages, "answer_ids": self.answer_ids, "meta": meta}
 
 
 class Writer:
-    """Generates rounds: prompts of all kinds, then answers."""
+    """Generates rounds: the users' messages of a turn, then the answers, then the next turn."""
 
     def __init__(
         self, options: SynthesizeOptions, target: Target, weights: dict[str, float], progress: Progress
     ) -> None:
         self.options, self.target, self.weights, self.progress = options, target, weights, progress
-        self.steerings = {
-            kind: steering(target.tokenizer, KINDS[kind].system, options.template_kwargs) for kind in weights
-        }
+        probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+        openings = [self.steering(kind) for kind in weights]
+        if options.turns > 1:  # a template that refuses further turns does so before any work
+            openings.append(self.steering(next(iter(weights)), probe))
         # The token that ends a user's turn is not always one that ends an answer.
         self.prompt_stops = target.eos_ids | {
-            token for s in self.steerings.values() for token in closing_tokens(target.tokenizer, s.closing)
+            token for s in openings for token in closing_tokens(target.tokenizer, s.closing)
         }
 
-    def round(self, number: int, have: Counter[str], prompts: list[str]) -> dict[str, Any]:
-        """One round: {"rows": [...], "dropped": {reason: count}}."""
-        chooser = random.Random(f"{self.options.seed}/{number}")
-        wanted = self.options.batch_size * BATCHES_PER_ROUND
-        kinds = choose_kinds(self.weights, have, wanted, chooser)
-        dropped: Counter[str] = Counter()
-        kept = self.write_prompts(kinds, chooser, prompts, dropped)
-        if len(kept) < MIN_USABLE_SHARE * wanted:
-            raise UserError(
-                f"target {self.target.name} wrote {len(kept)} usable prompts of {wanted} "
-                f"({describe_counts(dropped)}): it does not write user turns, use a chat model"
-            )
-        rows = self.answer(kept, chooser, dropped)
-        return {"rows": rows, "dropped": dict(dropped)}
+    def steering(self, kind: str, earlier: list[dict[str, str]] | None = None) -> Steering:
+        system = system_text(kind, self.options.language)
+        return steering(self.target.tokenizer, system, self.options.template_kwargs, earlier)
 
-    def write_prompts(
+    def round(self, gathered: Gathered) -> Round:
+        """The next round after those gathered."""
+        chooser = random.Random(f"{self.options.seed}/{gathered.rounds}")
+        attempts = gathered.next_attempts(self.options.batch_size * BATCHES_PER_ROUND)
+        kinds = choose_kinds(self.weights, gathered.kinds, attempts, chooser)
+        dropped: Counter[str] = Counter()
+        open_ = self.first_messages(kinds, chooser, gathered.prompts, dropped)
+        usable = len(open_)
+        done: list[Conversation] = []
+        for turn in range(self.options.turns):
+            if turn:
+                open_ = self.further_messages(open_, chooser, dropped)
+            open_ = self.answer(open_, chooser, dropped)
+            done += [c for c in open_ if turn == 0]
+            open_ = [c for c in open_ if c.finish == "eos"]  # a user does not go on from half an answer
+        return {
+            "rows": [c.row(self.target) for c in done],
+            "dropped": dict(dropped),
+            "attempts": attempts,
+            "usable_prompts": usable,
+        }
+
+    def first_messages(
         self, kinds: list[str], chooser: random.Random, earlier: list[str], dropped: Counter[str]
-    ) -> list[tuple[str, str]]:
-        """(kind, prompt) pairs that passed the filters."""
-        starts = [(kind, chooser.choice(KINDS[kind].openings)) for kind in kinds]
-        texts = [self.steerings[kind].opening + opening for kind, opening in starts]
-        draw = Draw(self.options.prompt_temperature, self.options.top_k, self.options.top_p)
-        cap, seed = self.options.max_prompt_tokens, chooser.getrandbits(60)
-        written = self.batches("writing prompts", texts, cap, self.prompt_stops, draw, seed)
+    ) -> list[Conversation]:
+        """Conversations of one message each, those that passed the filters."""
+        english = not self.options.language
+        starts = [(kind, chooser.choice(KINDS[kind].openings) if english else "") for kind in kinds]
+        steerings = {kind: self.steering(kind) for kind in set(kinds)}
+        texts = self.user_texts([(steerings[kind], opening) for kind, opening in starts], chooser)
         seen = SeenPrompts()
         for prompt in earlier:
             seen.add(prompt)
         kept = []
-        for (kind, opening), continuation in zip(starts, written, strict=True):
-            text, finished = self.cut(continuation, self.steerings[kind].closing)
-            prompt = (opening + text).strip()
-            reason = "prompt unfinished" if not finished else refuse_prompt(prompt) or seen.add(prompt)
+        for (kind, _), (text, finished) in zip(starts, texts, strict=True):
+            reason = "prompt unfinished" if not finished else refuse_prompt(text, english) or seen.add(text)
             if reason:
                 dropped[reason] += 1
             else:
-                kept.append((kind, prompt))
+                kept.append(Conversation(kind, [{"role": "user", "content": text}]))
         return kept
 
-    def answer(self, prompts: list[tuple[str, str]], chooser: random.Random, dropped: Counter[str]) -> list[Row]:
-        """Conversations whose answers passed the filters, in the order of the prompts."""
-        draw = Draw(self.options.temperature, self.options.top_k, self.options.top_p)
-        texts = [
-            chat.prompt_text(self.target.tokenizer, [{"role": "user", "content": prompt}], self.options.template_kwargs)
-            for _, prompt in prompts
-        ]
-        cap, seed = self.options.max_new_tokens, chooser.getrandbits(60)
-        written = self.batches("answering", texts, cap, self.target.eos_ids, draw, seed)
-        rows = []
-        for (kind, prompt), continuation in zip(prompts, written, strict=True):
-            text = self.target.tokenizer.decode(continuation.tokens, skip_special_tokens=False)
-            reason = refuse_answer(text, continuation.tokens, self.options.keep_loops)
+    def further_messages(
+        self, conversations: list[Conversation], chooser: random.Random, dropped: Counter[str]
+    ) -> list[Conversation]:
+        """Add the user's next message; returns the conversations in which it passed the filters, the others end."""
+        texts = self.user_texts([(self.steering(c.kind, c.messages), "") for c in conversations], chooser)
+        kept = []
+        for conversation, (text, finished) in zip(conversations, texts, strict=True):
+            seen = SeenPrompts()
+            for message in conversation.messages:
+                seen.add(message["content"])
+            reason = "prompt unfinished"
+            if finished:
+                reason = refuse_prompt(text, english=not self.options.language) or seen.add(text)
             if reason:
-                dropped[reason] += 1
-                continue
-            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": text}]
-            finish = "eos" if continuation.finished else "length"
-            rows.append({"messages": messages, "meta": {"kind": kind, "finish": finish, "target": self.target.name}})
-        return rows
+                dropped[f"{FOLLOW_UP}{reason}"] += 1
+            else:
+                conversation.messages.append({"role": "user", "content": text})
+                kept.append(conversation)
+        return kept
 
-    def batches(
-        self, what: str, texts: list[str], cap: int, stops: frozenset[int], draw: Draw, seed: int
+    def user_texts(self, starts: list[tuple[Steering, str]], chooser: random.Random) -> list[tuple[str, bool]]:
+        """A user's message after each opening, which may contain its first words, and whether it was ended."""
+        tokenizer, options = self.target.tokenizer, self.options
+        prompts = [chat.tokenize(tokenizer, start.opening + words) for start, words in starts]
+        cap, temperature = options.max_prompt_tokens, options.prompt_temperature
+        written = self.write("writing prompts", prompts, cap, temperature, self.prompt_stops, chooser)
+        texts = []
+        for (start, words), continuation in zip(starts, written, strict=True):
+            text, finished = self.cut(continuation, start.closing)
+            texts.append(((words + text).strip(), finished))
+        return texts
+
+    def answer(
+        self, conversations: list[Conversation], chooser: random.Random, dropped: Counter[str]
+    ) -> list[Conversation]:
+        """Answer the last message; returns the conversations whose answer passed the filters. The others lose that
+        message again, and are dropped where it was their first."""
+        tokenizer, options = self.target.tokenizer, self.options
+        prompts = [chat.prompt_ids(tokenizer, c.messages, options.template_kwargs) for c in conversations]
+        cap, temperature = options.max_new_tokens, options.temperature
+        written = self.write("answering", prompts, cap, temperature, self.target.eos_ids, chooser)
+        kept = []
+        for conversation, continuation in zip(conversations, written, strict=True):
+            text = self.text(continuation)
+            reason = refuse_answer(text, continuation.tokens, options.keep_loops)
+            if reason:
+                dropped[f"{FOLLOW_UP}{reason}" if conversation.answer_ids else reason] += 1
+                conversation.messages.pop()
+                continue
+            conversation.messages.append({"role": "assistant", "content": text})
+            conversation.answer_ids.append(continuation.tokens + [t for t in [continuation.end] if t is not None])
+            conversation.finish = "eos" if continuation.finished else "length"
+            kept.append(conversation)
+        return kept
+
+    def write(
+        self,
+        what: str,
+        prompts: list[list[int]],
+        cap: int,
+        temperature: float,
+        stops: frozenset[int],
+        chooser: random.Random,
     ) -> list[Continuation]:
-        """Continue all texts, those of similar length together; results in the order of the texts."""
-        ids = [chat.tokenize(self.target.tokenizer, text) for text in texts]
-        order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
-        size = self.options.batch_size
-        done: dict[int, Continuation] = {}
-        for number, start in enumerate(range(0, len(order), size)):
-            self.progress.advance(0, note=f"{what} {start}/{len(order)}")
-            rows = order[start : start + size]
-            batch = [ids[i] for i in rows]
-            written = continue_batch(
-                self.target, batch, max_new_tokens=cap, stop_ids=stops, draw=draw, seed=seed + number
-            )
-            done.update(zip(rows, written, strict=True))
-        return [done[i] for i in range(len(texts))]
+        """Continue all prompts, in their order."""
+        requests = [Request(i, ids, cap, temperature, chooser.getrandbits(60)) for i, ids in enumerate(prompts)]
+        written: dict[Hashable, Continuation] = {}
+
+        def done(request: Request, continuation: Continuation) -> tuple[()]:
+            written[request.key] = continuation
+            self.progress.advance(0, note=f"{what} {len(written)}/{len(prompts)}")
+            return ()
+
+        options = self.options
+        decoder = ContinuousDecoder(
+            self.target, batch_size=options.batch_size, stop_ids=stops, top_k=options.top_k, top_p=options.top_p
+        )
+        decoder.run(iter(requests), done)
+        return [written[i] for i in range(len(prompts))]
 
     def cut(self, written: Continuation, closing: str) -> tuple[str, bool]:
         """The user's text, and whether the turn was ended, by a token or by the text of the closing."""
-        text = self.target.tokenizer.decode(written.tokens, skip_special_tokens=False)
+        text = self.text(written)
         marker = closing.strip()
         if not written.finished and marker and marker in text:
             return text[: text.index(marker)], True
         return text, written.finished
 
-
-# ------------------------------------------------------------------------------------------------ steering
-
-
-def steering(tokenizer: Any, system: str, template_kwargs: dict[str, Any] | None = None) -> Steering:
-    """Find the opening and the closing of a user turn in any template, by rendering a sentinel as its content."""
-    user = {"role": "user", "content": chat.SENTINEL}
-    messages = [{"role": "system", "content": system}, user] if system else [user]
-    try:
-        text = chat.render(tokenizer, messages, template_kwargs)
-    except UserError:
-        # Templates without a system turn refuse it: its text then opens the user turn.
-        joined = [{"role": "user", "content": f"{system}\n\n{chat.SENTINEL}"}]
-        text = chat.render(tokenizer, joined, template_kwargs)
-    opening, sentinel, closing = text.partition(chat.SENTINEL)
-    if not sentinel:
-        raise UserError("option target: its chat template drops the content of a user turn, use a chat model")
-    return Steering(opening, closing)
+    def text(self, written: Continuation) -> str:
+        return without_surrogates(self.target.tokenizer.decode(written.tokens, skip_special_tokens=False))
 
 
-def closing_tokens(tokenizer: Any, closing: str) -> set[int]:
-    """The control token that a closing begins with, if any."""
-    first = chat.leading_control(tokenizer, closing.lstrip())
-    return set() if first is None else {first}
+def tokenizer_digest(tokenizer: Any) -> str:
+    """Identifies the tokens of a tokenizer and their ids."""
+    # TODO(merge): ChatTemplate.tokenizer_digest of the target's chat template instead
+    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------------------ kinds
 
 
 def choose_kinds(weights: dict[str, float], have: Counter[str], wanted: int, chooser: random.Random) -> list[str]:
@@ -302,6 +333,13 @@ def parse_kinds(text: str) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------ state
 
 
+def claim_partial(partial: Path, options: SynthesizeOptions) -> None:
+    """Bind the folder of unfinished work to these options, or raise UserError if it was begun with others."""
+    settings = {k: v for k, v in dataclasses.asdict(options).items() if k not in FREE_OPTIONS}
+    remedy = "keep the old value, or delete that folder"
+    claim(partial / PARTIAL_OPTIONS, settings | {"dtype": options.precision}, remedy=remedy)
+
+
 def round_file(partial: Path, number: int) -> Path:
     return partial / f"round-{number:05d}.json"
 
@@ -309,6 +347,7 @@ def round_file(partial: Path, number: int) -> Path:
 def describe(options: SynthesizeOptions, target: Target, gathered: Gathered) -> dict[str, Any]:
     """The content of OUT.meta.json: enough to reproduce the file and to assess it."""
     settings = {k: v for k, v in dataclasses.asdict(options).items() if k not in ("out", "device", "dtype")}
+    settings["exclude"] = without_surrogates(options.exclude)  # the name of a file may be any bytes
     return {
         "target": target.name,
         "fingerprint": target.fingerprint,
@@ -316,10 +355,7 @@ def describe(options: SynthesizeOptions, target: Target, gathered: Gathered) -> 
         "options": settings,
         "conversations": len(gathered.rows),
         "kinds": dict(sorted(Counter(row["meta"]["kind"] for row in gathered.rows).items())),
+        "turns": dict(sorted(Counter(str(len(row["answer_ids"])) for row in gathered.rows).items())),
         "finish": dict(Counter(row["meta"]["finish"] for row in gathered.rows)),
         "dropped": dict(gathered.dropped.most_common()),
     }
-
-
-def describe_counts(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())

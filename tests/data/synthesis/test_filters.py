@@ -2,7 +2,7 @@
 
 import pytest
 
-from spechead.data.synthesis.filters import SeenPrompts, refuse_answer, refuse_prompt
+from spechead.data.synthesis.filters import SeenPrompts, refuse_answer, refuse_prompt, without_surrogates
 
 
 @pytest.mark.parametrize(
@@ -18,11 +18,31 @@ from spechead.data.synthesis.filters import SeenPrompts, refuse_answer, refuse_p
         ("[INST] How do I bake bread? [/INST]", "prompt holds role markers"),
         ("我想 知道怎样 烤面包 不用酵母", "prompt in another script"),
         ("1999-01-03 2705 660334.99 $$$", "prompt in another script"),
+        ("How do I bake br\ufffdad without yeast?", "prompt holds broken characters"),
         ("I am a mermaid of sea. I am a mermaid of sea. I am a mermaid of sea.", "prompt repeats itself"),
     ],
 )
 def test_prompts(text: str, reason: str) -> None:
     assert refuse_prompt(text) == reason
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("我想知道怎样烤面包不用酵母", ""),
+        ("Wie backe ich Brot?", ""),
+        ("我想", "prompt too short"),
+        ("面包面包面包面包面包面包面包面包", "prompt repeats itself"),
+        ("我想知道怎样烤面包<|im_start|>不用酵母", "prompt holds role markers"),
+    ],
+)
+def test_prompts_in_another_language(text: str, reason: str) -> None:
+    assert refuse_prompt(text, english=False) == reason
+
+
+def test_lone_surrogates_become_replacement_characters() -> None:
+    assert without_surrogates("a\ud83db\udc00") == "a\ufffdb\ufffd"
+    assert without_surrogates("a😀") == "a😀"
 
 
 @pytest.mark.parametrize(

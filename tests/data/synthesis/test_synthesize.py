@@ -2,29 +2,30 @@
 
 import json
 import random
+import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from spechead.data.synthesis import synthesize as module
-from spechead.data.synthesis.batch_decode import Continuation
+from spechead.data.synthesis.continuous import Continuation, Done, Request
+from spechead.data.synthesis.filters import refuse_answer
 from spechead.data.synthesis.prompt_kinds import KINDS
 from spechead.data.synthesis.synthesize import (
     SynthesizeOptions,
     choose_kinds,
-    closing_tokens,
     parse_kinds,
-    steering,
     synthesize,
+    tokenizer_digest,
 )
 from spechead.errors import UserError
-from spechead.target.model import Target
 from tests.helpers.targets import make_target, make_toy_tokenizer
 
 NOUNS = ["apples", "bridges", "candles", "deserts", "engines", "forests", "gardens", "hammers", "islands"]
+END = 2  # <|im_end|>
 VERBS = ["paint", "carry", "measure", "borrow", "repair", "clean", "build", "sell", "describe", "compare"]
 
 
@@ -34,27 +35,29 @@ class Script:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.calls, self.stop_after = tokenizer, 0, 10**9
         self.seen: list[str] = []
+        self.requests: list[Request] = []
 
-    def __call__(self, target: Target, prompts: Sequence[Sequence[int]], **options: Any) -> list[Continuation]:
-        self.calls += 1
-        if self.calls > self.stop_after:
-            raise KeyboardInterrupt
-        chooser = random.Random(options["seed"])
-        texts = [self.tokenizer.decode(ids).replace(" ", "") for ids in prompts]
-        self.seen += texts
-        return [self.write(text.endswith("assistant\n"), chooser, options) for text in texts]
+    def run(self, requests: Iterator[Request], done: Done) -> None:
+        for request in requests:
+            self.calls += 1
+            if self.calls > self.stop_after:
+                raise KeyboardInterrupt
+            text = self.tokenizer.decode(request.prompt).replace(" ", "")
+            self.seen.append(text)
+            self.requests.append(request)
+            assert not list(done(request, self.write(text.endswith("assistant\n"), random.Random(request.seed))))
 
-    def write(self, answering: bool, chooser: random.Random, options: dict[str, Any]) -> Continuation:
+    def write(self, answering: bool, chooser: random.Random) -> Continuation:
         if answering:
-            text = " ".join(chooser.sample(NOUNS, 6))
-            return self.written(text, finished=chooser.random() < 0.5)
+            return self.written(" ".join(chooser.sample(NOUNS, 6)), finished=chooser.random() < 0.5)
         if chooser.random() < 0.1:
             return self.written(" to see whether that is", finished=False)
         words = [chooser.choice(VERBS), *chooser.sample(NOUNS, 5)]
         return self.written(f" {' '.join(words)}?", finished=True)
 
     def written(self, text: str, finished: bool) -> Continuation:
-        return Continuation(self.tokenizer(text, add_special_tokens=False)["input_ids"], finished)
+        tokens = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return Continuation(tokens, finished, END if finished else None)
 
 
 @pytest.fixture
@@ -62,13 +65,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Script:
     target = make_target()
     monkeypatch.setattr(module.Target, "load", classmethod(lambda cls, name, **_: target))
     # One character a token makes any text look repetitive.
-    monkeypatch.setattr(module, "refuse_answer", lambda text, tokens, keep_loops: "")
+    monkeypatch.setattr(module, "refuse_answer", lambda text, tokens, keep_loops: refuse_answer(text, tokens, True))
     # The toy tokenizer puts spaces between its tokens.
     monkeypatch.setattr(
         target.tokenizer, "decode", lambda ids, **_: "".join(target.tokenizer.convert_ids_to_tokens(ids))
     )
     stand_in = Script(make_toy_tokenizer())
-    monkeypatch.setattr(module, "continue_batch", stand_in)
+    monkeypatch.setattr(module, "ContinuousDecoder", lambda *_, **__: stand_in)
     return stand_in
 
 
@@ -124,7 +127,7 @@ def test_the_same_seed_writes_the_same_file(tmp_path: Path, script: Script) -> N
     assert files[0] == files[1] != files[2]
 
 
-@pytest.mark.parametrize("stop_after", [0, 1, 9, 12, 17])
+@pytest.mark.parametrize("stop_after", [0, 1, 40, 64, 100])
 def test_interrupted_and_started_again_it_comes_to_the_same_file(
     tmp_path: Path, script: Script, stop_after: int
 ) -> None:
@@ -136,12 +139,12 @@ def test_interrupted_and_started_again_it_comes_to_the_same_file(
     script.calls, script.stop_after = 0, 10**9
     synthesize(options(tmp_path))
     assert (tmp_path / "out.jsonl").read_text() == (tmp_path / "whole" / "out.jsonl").read_text()
-    # Whole rounds are not written again (8 or fewer calls make one).
-    assert script.calls <= calls and (stop_after < 9 or script.calls < calls)
+    # Whole rounds are not written again (the first is of 32 prompts and at most as many answers).
+    assert script.calls <= calls and (stop_after < 64 or script.calls < calls)
 
 
 def test_an_interrupted_command_can_be_given_another_count_but_no_other_seed(tmp_path: Path, script: Script) -> None:
-    script.stop_after = 9
+    script.stop_after = 64
     with pytest.raises(KeyboardInterrupt):
         synthesize(options(tmp_path))
     script.stop_after = 10**9
@@ -160,7 +163,9 @@ def test_excluded_prompts_are_left_out(tmp_path: Path, script: Script) -> None:
     held_out.write_text("".join(json.dumps({"turns": [p.upper()]}) + "\n" for p in prompts[:5]))
     meta = synthesize(options(tmp_path, exclude=str(held_out)))
     left = [row["messages"][0]["content"] for row in rows(tmp_path / "out.jsonl")]
-    assert left[:55] == prompts[5:] and len(left) == 60
+    assert left[:40] == prompts[5:45] and len(left) == 60, (
+        "rounds of the largest size do not depend on what is left out"
+    )
     assert meta["dropped"]["prompt is excluded"] >= 5
 
 
@@ -168,7 +173,7 @@ def test_a_target_that_writes_no_user_turns_is_refused(
     tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(script, "write", lambda *_: script.written(" and so on", finished=False))
-    with pytest.raises(UserError, match=r"wrote 0 usable prompts of 32 \(32 prompt unfinished\)"):
+    with pytest.raises(UserError, match=r"wrote 0 usable prompts of 128 \(128 prompt unfinished\)"):
         synthesize(options(tmp_path))
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -200,26 +205,152 @@ def test_an_output_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         synthesize(options(tmp_path, out=tmp_path))
 
 
-# ------------------------------------------------------------------------------------------------ its parts
+def test_a_mistyped_target_does_not_bind_the_next_attempt(tmp_path: Path, script: Script) -> None:
+    def fail(self: SynthesizeOptions) -> None:
+        raise UserError("cannot be loaded")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError, match="cannot be loaded"):
+        patch.setattr(SynthesizeOptions, "load", fail)
+        synthesize(options(tmp_path, target="smolm2"))
+    assert list(tmp_path.iterdir()) == []
+    synthesize(options(tmp_path, count=3))
+    assert len(rows(tmp_path / "out.jsonl")) == 3
 
 
-def test_steering_finds_the_user_turn() -> None:
-    found = steering(make_toy_tokenizer(), "Be brief.")
-    assert found.opening == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n"
-    assert found.closing == "<|im_end|>\n"
-    assert closing_tokens(make_toy_tokenizer(), found.closing) == {2}
-    assert closing_tokens(make_toy_tokenizer(), " [/INST]") == set()
+def test_other_settings_are_refused_before_the_target_is_loaded(
+    tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.stop_after = 5
+    with pytest.raises(KeyboardInterrupt):
+        synthesize(options(tmp_path))
+    monkeypatch.setattr(SynthesizeOptions, "load", None)
+    for changes in ({"turns": 2}, {"language": "German"}):
+        with pytest.raises(UserError, match=f"was begun with {next(iter(changes))} = "):
+            synthesize(options(tmp_path, **changes))
 
 
-def test_steering_without_system_turn_opens_the_users_turn_with_it() -> None:
+@pytest.mark.parametrize("count", [1, 5, 20])
+def test_few_conversations_need_few_prompts(tmp_path: Path, script: Script, count: int) -> None:
+    synthesize(options(tmp_path, count=count, batch_size=64))
+    prompts = sum(not text.endswith("assistant\n") for text in script.seen)
+    assert len(rows(tmp_path / "out.jsonl")) == count and prompts <= max(8, 2 * count)
+
+
+def test_the_ids_of_the_answers_are_kept_as_they_were_written(tmp_path: Path, script: Script) -> None:
+    synthesize(options(tmp_path, count=10))
     tokenizer = make_toy_tokenizer()
-    tokenizer.chat_template = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-        "{% for m in messages %}[INST] {{ m['content'] }} [/INST]{% endfor %}"
+    for row in rows(tmp_path / "out.jsonl"):
+        [ids] = row["answer_ids"]
+        end = [END] if row["meta"]["finish"] == "eos" else []
+        assert ids == tokenizer(row["messages"][1]["content"], add_special_tokens=False)["input_ids"] + end
+        assert row["meta"]["tokenizer"] == tokenizer_digest(tokenizer)
+    other = make_toy_tokenizer()
+    other.add_tokens(["hello"])
+    assert tokenizer_digest(other) != tokenizer_digest(tokenizer)
+
+
+# ------------------------------------------------------------------------------------------------ turns, languages
+
+
+def test_conversations_of_several_turns(tmp_path: Path, script: Script) -> None:
+    meta = synthesize(options(tmp_path, turns=3))
+    written = rows(tmp_path / "out.jsonl")
+    turns = Counter(len(row["answer_ids"]) for row in written)
+    assert set(turns) == {1, 2, 3} and sum(turns.values()) == 60
+    assert meta["turns"] == {str(n): count for n, count in sorted(turns.items())}
+    assert meta["dropped"]["follow-up: prompt unfinished"] > 0
+    asked = {re.sub(r"\s|<\|im_end\|>|<\|im_start\|>(user|assistant)\n", "", text) for text in script.seen}
+    for row in written:
+        roles = [message["role"] for message in row["messages"]]
+        assert roles == ["user", "assistant"] * len(row["answer_ids"])
+        assert all(ids[-1] == END for ids in row["answer_ids"][:-1]), "nobody goes on from half an answer"
+        assert (row["answer_ids"][-1][-1] == END) == (row["meta"]["finish"] == "eos")
+        # The user's next message is written after the whole conversation, and so is the answer to it.
+        said = re.sub(r"\s", "", "".join(message["content"] for message in row["messages"][:-1]))
+        assert said in asked
+    one = rows_of_one_turn(tmp_path)
+    assert [row["messages"][0] for row in written[:20]] == [row["messages"][0] for row in one[:20]]
+
+
+def rows_of_one_turn(tmp_path: Path) -> list[dict[str, Any]]:
+    synthesize(options(tmp_path / "one"))
+    return rows(tmp_path / "one" / "out.jsonl")
+
+
+def test_a_follow_up_that_is_not_usable_ends_the_conversation(
+    tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(answering: bool, chooser: random.Random) -> Continuation:
+        if answering:
+            return script.written(" ".join(chooser.sample(NOUNS, 6)), finished=True)
+        further = "assistant\n" in script.seen[-1]
+        return script.written("Go on." if further else f" {' '.join(chooser.sample(NOUNS, 6))}?", finished=True)
+
+    monkeypatch.setattr(script, "write", write)
+    meta = synthesize(options(tmp_path, count=20, turns=4))
+    assert meta["turns"] == {"1": 20} and meta["dropped"]["follow-up: prompt too short"] >= 20
+
+
+def test_an_answer_that_is_not_usable_takes_its_question_along(
+    tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Answers to a second question, which follows an answer, are empty.
+    def write(answering: bool, chooser: random.Random) -> Continuation:
+        if answering and script.seen[-1].count("assistant\n") == 2:
+            return Continuation([], True, END)
+        words = chooser.sample(NOUNS, 6)
+        return script.written(f" {' '.join(words)}?", finished=True)
+
+    monkeypatch.setattr(script, "write", write)
+    meta = synthesize(options(tmp_path, count=20, turns=2))
+    assert meta["turns"] == {"1": 20} and meta["dropped"]["follow-up: answer empty"] > 0
+    assert all(len(row["messages"]) == 2 for row in rows(tmp_path / "out.jsonl"))
+
+
+def test_an_excluded_follow_up_excludes_the_conversation(tmp_path: Path, script: Script) -> None:
+    synthesize(options(tmp_path / "all", turns=2))
+    second = [r["messages"][2]["content"] for r in rows(tmp_path / "all" / "out.jsonl") if len(r["messages"]) > 2]
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"turns": [p]}) + "\n" for p in second[:5]))
+    meta = synthesize(options(tmp_path, turns=2, exclude=str(held_out)))
+    text = (tmp_path / "out.jsonl").read_text()
+    assert meta["dropped"]["prompt is excluded"] >= 5 and not any(prompt in text for prompt in second[:5])
+
+
+def test_another_language_leaves_the_first_words_to_the_target(
+    tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "qz" + "".join(map(chr, range(33, 60)))  # no words, few letters: not English
+
+    def write(answering: bool, chooser: random.Random) -> Continuation:
+        return script.written("".join(chooser.sample(text, 20)), finished=True)
+
+    monkeypatch.setattr(script, "write", write)
+    synthesize(options(tmp_path, count=12, language="Klingon"))
+    asked = [text for text in script.seen if not text.endswith("assistant\n")]
+    assert all(text.endswith("user\n") and "writeseverymessageinKlingon" in text for text in asked)
+    assert not any("Klingon" in text for text in script.seen if text.endswith("assistant\n"))
+
+
+def test_halves_of_characters_never_crash(tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = "\ud83d"
+    held_out = tmp_path / "held\udcff.jsonl"
+    held_out.write_text(json.dumps({"turns": [f"Is {half} half a character?"]}) + "\n")
+    monkeypatch.setattr(
+        Script, "write", lambda self, answering, chooser: self.written(" ".join(chooser.sample(NOUNS, 6)), True)
     )
-    found = steering(tokenizer, "Be brief.")
-    assert (found.opening, found.closing) == ("[INST] Be brief.\n\n", " [/INST]")
-    assert steering(tokenizer, "").opening == "[INST] "
+    real = script.tokenizer.convert_ids_to_tokens
+    target = SynthesizeOptions(device="cpu").load()
+    monkeypatch.setattr(target.tokenizer, "decode", lambda ids, **_: "".join(real(ids)) + half * (ids[0] % 2))
+    meta = synthesize(options(tmp_path, count=9, exclude=str(held_out)))
+    assert meta["dropped"]["prompt holds broken characters"] > 0
+    assert meta["dropped"]["answer holds broken characters"] > 0
+    assert half not in (tmp_path / "out.jsonl").read_text()
+    with pytest.raises(UserError, match="option language: is not valid UTF-8"):
+        options(tmp_path, language="\udcff")
+
+
+# ------------------------------------------------------------------------------------------------ its parts
 
 
 def test_kinds_that_are_behind_get_more() -> None:

@@ -1,0 +1,58 @@
+"""How a target is led to write a user's message: the text before it in the chat template, and what ends it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from spechead.data import chat
+from spechead.data.synthesis.prompt_kinds import KINDS
+from spechead.errors import UserError
+
+ASSISTANT = "You are an AI assistant."
+
+
+@dataclass
+class Steering:
+    """The text before a user's message in the target's chat template, and the text that ends it."""
+
+    opening: str
+    closing: str
+
+
+def steering(
+    tokenizer: Any,
+    system: str,
+    template_kwargs: dict[str, Any] | None = None,
+    earlier: list[dict[str, str]] | None = None,
+) -> Steering:
+    """Find the opening and the closing of a user turn in any template, by rendering a sentinel as its content.
+
+    `earlier`: the messages before that turn, which begin with a user's.
+    """
+    messages = [*(earlier or []), {"role": "user", "content": chat.SENTINEL}]
+    try:
+        head = [{"role": "system", "content": system}] if system else []
+        text = chat.render(tokenizer, [*head, *messages], template_kwargs)
+    except UserError:
+        if not system:
+            raise
+        # Templates without a system turn refuse it: its text then opens the first user turn.
+        first = {**messages[0], "content": f"{system}\n\n{messages[0]['content']}"}
+        text = chat.render(tokenizer, [first, *messages[1:]], template_kwargs)
+    opening, sentinel, closing = text.partition(chat.SENTINEL)
+    if not sentinel:
+        raise UserError("option target: its chat template drops the content of a user turn, use a chat model")
+    return Steering(opening, closing)
+
+
+def system_text(kind: str, language: str) -> str:
+    """The system turn under which the user's messages of a kind are written. `language`: empty for English."""
+    system = KINDS[kind].system
+    if not language:
+        return system
+    return f"{system or ASSISTANT} The user writes every message in {language}, and you answer in {language}."
+
+
+def closing_tokens(tokenizer: Any, closing: str) -> set[int]:
+    """The control token that a closing begins with, if any."""
+    first = chat.leading_control(tokenizer, closing.lstrip())
+    return set() if first is None else {first}
