@@ -26,7 +26,6 @@ _MODULES = {
 __all__ = list(_MODULES)
 
 if TYPE_CHECKING:
-    from spechead.target.chat_template import prompt_ids as prompt_ids
     from spechead.decoding.generate import Speculation as Speculation
     from spechead.decoding.generate import generate as generate
     from spechead.decoding.generate import generate_batch as generate_batch
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from spechead.evaluation.evaluate import EvalOptions as EvalOptions
     from spechead.evaluation.evaluate import evaluate as evaluate
     from spechead.heads.files import load_head as load_head
+    from spechead.target.chat_template import prompt_ids as prompt_ids
     from spechead.target.model import Target as Target
     from spechead.training.recipe import load_recipe as load_recipe
     from spechead.training.train import train as train

@@ -85,7 +85,8 @@ def locked(folder: Path, option: str) -> Iterator[None]:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; what the body writes there, a file or a folder, becomes `path` at its end.
 
-    If the body raises, nothing is left of it and an earlier `path` is unchanged. An OSError becomes a UserError.
+    If the body raises, nothing is left of it and an earlier `path` is unchanged. An OSError becomes a UserError. Files
+    may be read as the umask says, whatever made them.
     """
     path = Path(os.path.abspath(path))
     make_folder(path.parent)
@@ -93,6 +94,7 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         yield scratch
         flush(scratch)
+        share(scratch)
         if scratch.is_dir() and path.is_dir():
             path.rename(old)  # a folder cannot be renamed over another
         os.replace(scratch, path)
@@ -116,9 +118,24 @@ def remove(path: Path) -> None:
 
 def flush(path: Path) -> None:
     """Write a file, or all files in a folder, through to the disk; raises OSError."""
-    for file in [path] if path.is_file() else [inside for inside in path.rglob("*") if inside.is_file()]:
+    for file in files_in(path):
         with file.open("rb") as handle:
             os.fsync(handle.fileno())
+
+
+def share(path: Path) -> None:
+    """Give a file, or all files in a folder, the mode of a new file: safetensors makes them private to their owner,
+    and servers run as other users."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for file in files_in(path):
+        with suppress(OSError):  # a file system without modes
+            file.chmod(0o666 & ~mask)
+
+
+def files_in(path: Path) -> list[Path]:
+    """The file itself, or all files in a folder."""
+    return [path] if path.is_file() else [inside for inside in path.rglob("*") if inside.is_file()]
 
 
 def write_text(path: Path, text: str) -> None:

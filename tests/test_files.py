@@ -38,6 +38,20 @@ def test_a_failed_write_names_the_path_and_keeps_the_old_file(
     assert [p.name for p in tmp_path.iterdir()] == ["report.json"]
 
 
+def test_others_may_read_what_was_written_as_the_umask_says(tmp_path: Path) -> None:
+    with files.replacing(tmp_path / "folder") as scratch:
+        (scratch / "sub").mkdir(parents=True)
+        (scratch / "sub" / "weights").write_bytes(b"x")
+        (scratch / "sub" / "weights").chmod(0o600)  # as safetensors makes them
+    before = os.umask(0o027)
+    try:
+        files.write_text(tmp_path / "file", "x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "folder" / "sub" / "weights").stat().st_mode & 0o777 == 0o666 & ~before
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
 def test_a_file_in_the_way_of_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot make the folder .*file/sub: a part of the path is a file"):
@@ -79,11 +93,18 @@ def test_lines_of_json_come_with_their_place(tmp_path: Path) -> None:
     path.write_text('{"a": 1}\n{"a": \n')
     with pytest.raises(UserError, match=r"x\.jsonl line 2: not valid JSON"):
         list(files.read_jsonl(path, "rows"))
+    path.write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"x\.jsonl line 1: not valid JSON: .*recursion"):
+        list(files.read_jsonl(path, "rows"))
     with pytest.raises(UserError, match=r"cannot read the rows .*gone: no such file"):
         list(files.read_jsonl(tmp_path / "gone", "rows"))
     path.write_bytes(b"\xff")
     with pytest.raises(UserError, match=r"the rows .*x\.jsonl are not UTF-8 text"):
         list(files.read_jsonl(path, "rows"))
+
+
+def test_lone_surrogates_are_replaced_and_nothing_else() -> None:
+    assert files.clean("a\ud83d\udfff\U0001f600\0\ufeffä") == "a\ufffd\ufffd\U0001f600\0\ufeffä"
 
 
 def test_a_folder_is_replaced_as_a_whole_or_stays(tmp_path: Path) -> None:

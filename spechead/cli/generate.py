@@ -19,6 +19,7 @@ from spechead.drafters.parse import parse_drafter
 from spechead.errors import UserError
 from spechead.evaluation.aggregate import first_difference
 from spechead.evaluation.options import DecodingOptions
+from spechead.files import clean
 from spechead.heads import Head
 from spechead.target.model import Target
 
@@ -57,6 +58,7 @@ class GenerateOptions(DecodingOptions):
             raise UserError(f"option tree: {plan} branches, {self.drafter} cannot; use chain:{plan.depth} or the like")
         if not self.prompt.strip():
             raise UserError("option prompt: must not be empty")
+        self.prompt, self.system = clean(self.prompt), clean(self.system)
 
     @property
     def plan(self) -> Plan | None:

@@ -13,19 +13,18 @@ text), a turn begins a sample of its own.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spechead.data.conversation import Conversation, Unusable
 from spechead.data.one_render import spans_in_one_render
-from spechead.target.chat_template import ChatTemplate, Message, TemplateError
+from spechead.data.written import complete, opened_thought, squeezed, written
+from spechead.target.chat_template import ChatTemplate, TemplateError
 
 HISTORIES = ("each", "last")
 FEW_TURNS = 4  # up to which the prompt of every turn is rendered
 KEPT = "answers with ids kept"
-OPEN_TAG = re.compile(r"<([\w:]+)>\s*\Z")  # a thought that the prompt opens
 
 
 @dataclass
@@ -52,8 +51,8 @@ def encode(
     if conversation.text:
         ids = list(chat.tokenizer(conversation.text)["input_ids"])
         return [Encoded(ids, [True] * len(ids))]
-    turns = _Turns(chat, conversation, counts)
     try:
+        turns = _Turns(chat, conversation, counts)
         turns.refuse_ignored()
         samples = turns.in_one_render() or turns.one_by_one()
     except TemplateError as error:
@@ -78,11 +77,11 @@ class _Turns:
         self.messages, self.tools, self.keywords = conversation.messages, conversation.tools, conversation.keywords
         self.places = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         self.cut = conversation.meta.get("finish") == "length"  # the length cap cut the last answer
-        self.kept = self._kept_ids(conversation)
         self._prompts: dict[int, str] = {}
+        self.kept = self._kept_ids(conversation)
 
     def refuse_ignored(self) -> None:
-        """Raise Unusable for tools, or a message before the last answer, without a trace in that answer's prompt."""
+        """Raise Unusable for tools, or a message, without a trace in the prompt of an answer after them."""
         before, prompt = self.messages[: self.places[-1]], self.prompt(self.places[-1])
         if self.tools and prompt == self.chat.prompt_text(before, None, self.keywords):
             raise Unusable("tools that the chat template ignores", self.chat.name)
@@ -90,12 +89,18 @@ class _Turns:
         for i, message in enumerate(before):
             if message["role"] == "assistant" or squeezed(message["content"]) in printed:
                 continue
+            place = next(place for place in self.places if place > i)  # later prompts may leave it out
+            without = self.messages[:i] + self.messages[i + 1 : place]
             try:
-                ignored = self.chat.prompt_text(before[:i] + before[i + 1 :], self.tools, self.keywords) == prompt
+                ignored = self.chat.prompt_text(without, self.tools, self.keywords) == self.prompt(place)
             except TemplateError:
                 continue  # the template needs it
             if ignored:
                 raise Unusable(f"a {message['role']} message that the chat template ignores", self.chat.name)
+
+    def count(self, what: str, number: int) -> None:
+        if number:
+            self.counts[what] += number
 
     def prompt(self, place: int) -> str:
         """The text that the target is given before it writes the message at `place`."""
@@ -116,7 +121,7 @@ class _Turns:
         for kept, (first, end) in zip(self.kept, spans, strict=True):
             if kept and kept != ids[first:end]:
                 return []  # later prompts contain other ids than the target wrote
-        self.counts[KEPT] += sum(map(bool, self.kept))
+        self.count(KEPT, sum(map(bool, self.kept)))
         supervised = [False] * len(ids)
         for first, end in spans:
             supervised[first:end] = [True] * (end - first)
@@ -130,11 +135,11 @@ class _Turns:
         for place, kept in zip(self.places, self.kept, strict=True):
             prompt = self.chat.tokenize(self.prompt(place))
             ids = self.tokenized(place, prompt)
-            self.counts[KEPT] += bool(kept)
-            self.counts["answers with ids that differ from those of their text"] += bool(kept) and kept != ids
+            self.count(KEPT, bool(kept))
+            self.count("answers with ids that differ from those of their text", bool(kept) and kept != ids)
             answer = kept or ids
             if not answer:
-                self.counts["answers that are blank, or that the chat template hides"] += 1
+                self.count("answers that are blank, or that the chat template hides", 1)
                 continue
             if not samples or prompt[: len(samples[-1].ids)] != samples[-1].ids:
                 samples.append(Encoded([], []))
@@ -156,21 +161,11 @@ class _Turns:
         message, prompt = self.messages[place], self.prompt(place)
         if not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")):
             return ""
-        cut = self.cut and place == self.places[-1]
         try:
             rendered = self.chat.render(self.messages[: place + 1], self.tools, keywords=self.keywords)
         except TemplateError:  # some templates want a chat to end with the user
-            return composed(self.chat, prompt, message, cut)
-        if rendered.startswith(prompt):
-            text = to_the_end(self.chat, rendered[len(prompt) :], cut)
-            if complete(text, message):
-                return text
-        opening = last_control(self.chat, prompt)
-        if opening and opening in rendered:  # the turn itself is as it was served, what precedes it is not
-            text = to_the_end(self.chat, rendered.rpartition(opening)[2], cut)
-            if complete(text, message):
-                return text
-        return composed(self.chat, prompt, message, cut)
+            rendered = ""
+        return written(self.chat, prompt, rendered, message, cut=self.cut and place == self.places[-1])
 
     # -------------------------------------------------------------------------------------------- kept ids
 
@@ -180,65 +175,20 @@ class _Turns:
         if not conversation.answer_ids:
             return none
         if conversation.meta.get("tokenizer", self.chat.tokenizer_digest) != self.chat.tokenizer_digest:
-            self.counts["answers with ids of another tokenizer"] += len(none)
+            self.count("answers with ids of another tokenizer", len(none))
             return none
         kept = []
         for ids, place in zip(conversation.answer_ids, self.places, strict=True):
-            fit = not ids or self._fit(ids, self.messages[place])
-            self.counts["answers with ids that do not fit their text"] += not fit
+            fit = not ids or self._fit(ids, place)
+            self.count("answers with ids that do not fit their text", not fit)
             kept.append(list(ids) if fit else [])
         return kept
 
-    def _fit(self, ids: list[int], message: Message) -> bool:
+    def _fit(self, ids: list[int], place: int) -> bool:
         try:
-            return complete(self.chat.tokenizer.decode(ids, skip_special_tokens=False), message)
+            text = self.chat.tokenizer.decode(ids, skip_special_tokens=False)
+            return complete(text, self.messages[place]) or complete(
+                opened_thought(self.prompt(place)) + text, self.messages[place]
+            )
         except (IndexError, OverflowError, TypeError):  # no ids of this tokenizer
             return False
-
-
-# ------------------------------------------------------------------------------------------------ an answer's text
-
-
-def to_the_end(chat: ChatTemplate, text: str, cut: bool) -> str:
-    """A turn that was rendered as the last of a chat, up to its terminator; before it where the answer was `cut`."""
-    if text.endswith(chat.ending):
-        content = text.removesuffix(chat.ending)
-        return content if cut else content + chat.terminator
-    text = text.rstrip()
-    token = chat.trailing_control(text)  # a tool call may end with another one
-    return text.removesuffix(str(chat.tokenizer.convert_ids_to_tokens(token))) if cut and token is not None else text
-
-
-def composed(chat: ChatTemplate, prompt: str, message: Message, cut: bool) -> str:
-    """The answer's text where the template prints only a part of it, since it cuts thoughts even from the last turn."""
-    content, thought = message["content"], message.get("reasoning_content") or ""
-    opened = OPEN_TAG.search(prompt)
-    tag = opened[1] if opened else "think"
-    if message.get("tool_calls") or (thought and not opened and f"</{tag}>" not in chat.source):
-        return ""
-    if thought:
-        content = ("" if opened else f"<{tag}>\n") + f"{thought}\n</{tag}>\n\n{content}"
-    elif opened:
-        content = re.sub(rf"\A\s*<{re.escape(tag)}>\s*", "", content)
-        if f"</{tag}>" not in content:
-            return ""  # the thought is missing with which the target would begin
-    return content if cut else content + chat.terminator
-
-
-def last_control(chat: ChatTemplate, prompt: str) -> str:
-    """The end of a prompt from its last control token on; empty where it has none."""
-    start = max((prompt.rfind(token) for token in chat.control if token), default=-1)
-    return prompt[start:] if start >= 0 else ""
-
-
-def complete(text: str, message: Message) -> bool:
-    """Whether a text contains all that the message says, blanks apart."""
-    names = [str((call.get("function") or call).get("name", "")) for call in message.get("tool_calls") or ()]
-    printed = squeezed(text)
-    parts = [message["content"], message.get("reasoning_content") or "", *names]
-    return all(squeezed(part) in printed for part in parts)
-
-
-def squeezed(text: str) -> str:
-    """The text without blanks and line breaks, which templates trim and add."""
-    return "".join(text.split())

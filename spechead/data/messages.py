@@ -41,7 +41,9 @@ def message_of(message: Any) -> Message:
     if "role" not in given:
         raise Unusable("a message without a role")
     role = given["role"]
-    if not isinstance(role, str) or role not in ROLES:
+    if not isinstance(role, str):
+        raise Unusable("a role that is not text", shown(role))
+    if role not in ROLES:
         raise Unusable(f"unknown role {shown(role, 30)}", f"use {', '.join(ROLES)}")
     for key in (*UNSUPPORTED, "tools"):
         if not is_empty(given.get(key)):

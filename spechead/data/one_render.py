@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
+from spechead.data.written import CLOSED
 from spechead.target.chat_template import SENTINEL, ChatTemplate, Keywords, Message, TemplateError, Tools
 
 Span = tuple[int, int]
@@ -33,6 +34,8 @@ def spans_in_one_render(
         return None
     if any(set(messages[place]) - {"role", "content"} or not messages[place]["content"].strip() for place in places):
         return None
+    if CLOSED.search(prompt(places[0])) and any("</" in messages[place]["content"] for place in places):
+        return None  # a thought after a closed one
     try:
         text = chat.render(messages[: places[-1] + 1], tools, keywords=keywords)
         spans = _text_spans(chat, text, messages, places, tools, keywords, prompt(places[0]))
@@ -63,8 +66,7 @@ def _text_spans(
     if len(between) != len(places) + 1 or not (between[0].startswith(first_prompt) and text.startswith(first_prompt)):
         return None
     lead = between[0][len(first_prompt) :]  # a space that belongs to the answer
-    start = max((first_prompt.rfind(token) for token in chat.control if token), default=0)
-    opening = first_prompt[max(start, 0) :] + lead
+    opening = _opening(chat, chat.render(messages[: places[0]], tools, keywords=keywords), first_prompt) + lead
     spans, position = [], 0
     for turn, place in enumerate(places):
         position += len(between[turn])
@@ -81,6 +83,14 @@ def _text_spans(
         spans.append((position - len(lead), end + len(chat.terminator)))
         position = end
     return spans
+
+
+def _opening(chat: ChatTemplate, asked: str, prompt: str) -> str:
+    """What the template writes before each answer: what it adds to the chat that was `asked`, else what follows the
+    last control token of the prompt."""
+    if added := prompt.removeprefix(asked) if prompt.startswith(asked) else "":
+        return added
+    return prompt[max([0, *(prompt.rfind(token) for token in chat.control if token)]) :]
 
 
 def _token_spans(chat: ChatTemplate, text: str, spans: Sequence[Span]) -> tuple[list[int], list[Span]] | None:

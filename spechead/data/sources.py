@@ -43,6 +43,8 @@ def read_rows(source: str, *, limit: int = 0, streaming: bool = False) -> Iterat
     `streaming`: fetch a hub dataset while it is read, rather than all of it first. UserError, when the iteration
     comes to it: a source that cannot be read or has no row.
     """
+    if not source:  # as a path it would be the current folder
+        raise UserError("the name of a data source is empty")
     if source.startswith(HUB_PREFIX):
         rows = hub_rows(source, streaming)
     else:

@@ -33,8 +33,8 @@ class ModelOptions(TargetOptions):
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Keywords for the chat template, such as {enable_thinking: false}. Empty: those of the head's training."""
     chat_template: str = ""
-    """Chat template in place of the tokenizer's own: a file, a Jinja text, or the name of one of several. Empty: that of
-    the head's training."""
+    """Chat template in place of the tokenizer's own: a file, a Jinja text, or the name of one of several. Empty: the
+    one of the head's training."""
     template_date: str = ""
     """The date that a template prints as today, YYYY-MM-DD. Empty: that of the head's training, else today."""
     trust_remote_code: bool = False

@@ -12,6 +12,7 @@ from typing import Any
 
 from spechead.evaluation.report import identical, is_lossy, labelled, main_suite, number, verdict, with_interval
 from spechead.files import write_text
+from spechead.formats.files import TEMPLATE
 from spechead.heads import Head
 
 

@@ -155,7 +155,6 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         save_file({name: t.detach().cpu().clone().contiguous() for name, t in tensors.items()}, path)
     except SafetensorError as error:
         raise OSError(str(error)) from error
-    path.chmod(0o644)  # the library makes it readable for its owner only, and servers run as other users
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

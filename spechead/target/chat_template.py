@@ -6,12 +6,12 @@ head trained with some and served with others drafts worse without any other sig
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import date
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from jinja2.exceptions import TemplateError as JinjaError
 
 from spechead.errors import UserError
-from spechead.files import reason
+from spechead.files import reason, shipped
 
 SENTINEL = "spechead7sentinel"
 Message = dict[str, Any]
@@ -56,15 +56,17 @@ class ChatTemplate:
 
         `keywords`: added to those of the template. Raises TemplateError where the template refuses the chat.
         """
+        options: dict[str, Any] = {"tokenize": False, "add_generation_prompt": generate, "tools": tools or None}
+        keywords = self.keywords | (keywords or {})
         try:
-            text = self.tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools or None,
-                chat_template=self._source(bool(tools)),
-                tokenize=False,
-                add_generation_prompt=generate,
-                **self.keywords | (keywords or {}),
-            )
+            options["chat_template"] = self._source(bool(tools))
+            try:
+                text = self.tokenizer.apply_chat_template(list(messages), **options, **keywords)
+            except TypeError:
+                if not any(message.get("tool_calls") for message in messages):
+                    raise
+                # Some templates join the arguments of a call as text, most print the object.
+                text = self.tokenizer.apply_chat_template(list(map(_with_texts, messages)), **options, **keywords)
         except (ArithmeticError, AttributeError, JinjaError, LookupError, TypeError, ValueError) as error:
             why = " ".join(str(error).split())
             raise TemplateError(f"the chat template of {self.name} refuses a chat: {why}") from error
@@ -74,15 +76,7 @@ class ChatTemplate:
         self, messages: Sequence[Message], tools: Tools | None = None, keywords: Keywords | None = None
     ) -> str:
         """The chat up to the assistant's answer, also for templates that ignore add_generation_prompt."""
-        prompt = self.render(messages, tools, generate=True, keywords=keywords)
-        if self._opens_turns:
-            return prompt
-        answered = [*messages, {"role": "assistant", "content": SENTINEL}]
-        opened, sentinel, _ = self.render(answered, tools, keywords=keywords).partition(SENTINEL)
-        if not sentinel or not opened.startswith(prompt):
-            raise TemplateError(f"the chat template of {self.name} hides where an assistant turn begins or ends")
-        # A space before the answer belongs to the answer's first token, not to the prompt.
-        return opened if opened[len(prompt) :].strip() else prompt
+        return self.render(messages, tools, generate=True, keywords=keywords) + self._opening
 
     def prompt_ids(
         self, messages: Sequence[Message], tools: Tools | None = None, keywords: Keywords | None = None
@@ -130,8 +124,10 @@ class ChatTemplate:
         found = set()
         try:
             found.add(self.leading_control(self.ending.lstrip()))
-            called = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]}]
-            found.add(self.trailing_control(self.render(called, [_TOOL])))
+            called: list[Message] = [{"role": "user", "content": "Hi"}]
+            called.append({"role": "assistant", "content": "", "tool_calls": [_CALL]})
+            text = self.render(called, [_TOOL])
+            found |= set() if text.endswith(self.ending) else {self.trailing_control(text)}
         except UserError:
             pass  # a target without a template, or without tools
         return frozenset(token for token in found if token is not None)
@@ -185,8 +181,8 @@ class ChatTemplate:
         return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
     @property
-    def _date(self) -> date:
-        return date.fromisoformat(self.date) if self.date else date.today()
+    def _date(self) -> datetime.date:
+        return datetime.date.fromisoformat(self.date) if self.date else datetime.date.today()
 
     @cached_property
     def _texts(self) -> list[str]:
@@ -202,19 +198,38 @@ class ChatTemplate:
         return _TODAY.sub(lambda found: repr(self._date.strftime(found[1] or found[2] or "")), texts[tools])
 
     @cached_property
-    def _opens_turns(self) -> bool:
-        """Whether the template follows add_generation_prompt."""
+    def _opening(self) -> str:
+        """What opens an assistant's turn in a template that ignores add_generation_prompt; empty in all others."""
         asked = [{"role": "user", "content": "Hi"}]
-        return self.render(asked, generate=True) != self.render(asked)
+        plain = self.render(asked)
+        if self.render(asked, generate=True) != plain:
+            return ""
+        before, sentinel, _ = self.render([*asked, {"role": "assistant", "content": SENTINEL}]).partition(SENTINEL)
+        if not sentinel or not before.startswith(plain):
+            raise TemplateError(f"the chat template of {self.name} hides where an assistant turn begins or ends")
+        # A space before the answer belongs to the answer's first token, not to the prompt.
+        return before[len(plain) :] if before[len(plain) :].strip() else ""
+
+
+def _with_texts(message: Message) -> Message:
+    """The message with the arguments of its tool calls as JSON text."""
+
+    def as_text(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"].get("arguments")
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": text}}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [as_text(call) for call in calls]} if calls else message
 
 
 def read_template(value: str, tokenizer: Any) -> str:
-    """The option chat_template as `ChatTemplate.text`: the contents of a file, a template as it is, or the name of one
-    of the tokenizer's templates. Raises UserError for anything else."""
+    """The option chat_template as `ChatTemplate.text`: the contents of a file (or of one that ships with spechead, as
+    shipped:PATH), a template as it is, or the name of one of the tokenizer's. Raises UserError for anything else."""
     named = tokenizer.chat_template if isinstance(getattr(tokenizer, "chat_template", None), dict) else {}
     if not value or value in named or "{{" in value or "{%" in value:
         return value
-    path = Path(value)
+    path = shipped(value.removeprefix("shipped:")) if value.startswith("shipped:") else Path(value)
     if path.is_file():
         try:
             return path.read_text(encoding="utf-8")
@@ -222,13 +237,13 @@ def read_template(value: str, tokenizer: Any) -> str:
             why = reason(error) if isinstance(error, OSError) else "it is not UTF-8 text"
             raise UserError(f"option chat_template: cannot read {value}: {why}") from error
     names = f"; the target's own are {', '.join(named)}" if named else ""
-    raise UserError(f"option chat_template: {value!r} is neither a file nor a Jinja template{names}")
+    raise UserError(f"option chat_template: {value[:60]!r} is neither a file nor a Jinja template{names}")
 
 
 def check_date(value: str) -> None:
     """Raise UserError unless the option template_date is empty or a date."""
     try:
-        date.fromisoformat(value or "2000-01-01")
+        datetime.date.fromisoformat(value or "2000-01-01")
     except ValueError:
         raise UserError(f"option template_date: must be a date as YYYY-MM-DD, got {value!r}") from None
 

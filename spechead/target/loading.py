@@ -72,7 +72,7 @@ def load_model(name: str, *, trust_remote_code: bool = False) -> Any:
 def load_tokenizer(name: str, adapter: str = "", *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a target, without its weights: the adapter's own where it has one, with its chat template.
 
-    Raises UserError where the adapter's tokenizer gives other ids, which the target's embeddings do not know.
+    Raises UserError where the adapter's tokenizer gives the target's tokens other ids.
     """
     with loading(name):
         tokenizer = AutoTokenizer.from_pretrained(source(name), trust_remote_code=trust_remote_code)
@@ -80,10 +80,10 @@ def load_tokenizer(name: str, adapter: str = "", *, trust_remote_code: bool = Fa
         return tokenizer
     with loading(adapter):
         own = AutoTokenizer.from_pretrained(adapter, trust_remote_code=trust_remote_code)
-    if own.get_vocab() != tokenizer.get_vocab():
+    if not tokenizer.get_vocab().items() <= own.get_vocab().items():
         raise UserError(
-            f"option adapter: the tokenizer in {adapter!r} has other tokens than that of {name!r}; merge the adapter "
-            "into the target, save both with that tokenizer, and give the merged folder as the target"
+            f"option adapter: the tokenizer in {adapter!r} has other ids than that of {name!r}; give as the target the "
+            "model that the adapter was made for, or remove the tokenizer from the adapter's folder"
         )
     own.chat_template = own.chat_template or tokenizer.chat_template
     return own

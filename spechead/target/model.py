@@ -143,14 +143,14 @@ class Target:
         return f"{self.base} with {self.adapter}" if self.adapter else self.base
 
     def stop_warning(self) -> str:
-        """One line where the chat template ends an answer with tokens that the model's config does not name, else ""."""
+        """One line where the chat template ends an answer with tokens that the config does not name, else ""."""
         unknown = self.chat.stop_ids - eos_ids(self.model, self.tokenizer)
         if not unknown:
             return ""
         names = ", ".join(f"{self.tokenizer.convert_ids_to_tokens(token)!r} ({token})" for token in sorted(unknown))
         return (
-            f"target {self.name!r}: its chat template ends an answer with {names}, which the eos_token_id of its config "
-            "lacks; answers end there, too, and a server needs the same setting"
+            f"target {self.name!r}: its chat template ends an answer with {names}, which the eos_token_id of its "
+            "config lacks; answers end there, too, and a server needs the same setting"
         )
 
     def pack(self) -> None:

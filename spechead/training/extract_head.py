@@ -56,7 +56,7 @@ def extract_head(options: ExtractOptions) -> Path:
     except RuntimeError as error:
         raise UserError(f"{checkpoint} does not fit {run / STARTED}: {' '.join(str(error).split())}") from error
     adapter = target.adapt(recipe.adapter.peft) if recipe.adapter.peft else None
-    write_head(head_meta(recipe, step, facts.get("foreign", "")), head, adapter, masters, out)
+    write_head(head_meta(recipe, step, facts.get("foreign", ""), target.chat), head, adapter, masters, out)
     print(f"head of step {step}: {out}\nmeasure it:      spechead eval --head {out}")
     return out
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from spechead.errors import UserError
@@ -13,6 +15,7 @@ from spechead.files import difference, flat, read_json, remove, write_json
 from spechead.heads import Head
 from spechead.heads.files import save_head
 from spechead.target.adapter import FOLDER, Adapter
+from spechead.target.chat_template import ChatTemplate
 from spechead.training.checkpoints import list_checkpoints
 from spechead.training.distributed import Ranks
 from spechead.training.recipe import LogConfig, Recipe
@@ -20,7 +23,8 @@ from spechead.training.recipe import LogConfig, Recipe
 STARTED, FINISHED, CHECKPOINTS = "recipe.json", "run.json", "checkpoints"
 # Options that may change when a run is resumed. Once it has finished, its head is chosen, and log.best may not.
 _FREE_AT_END = [f"log.{option.name}" for option in fields(LogConfig) if option.name != "best"]
-_FREE_AT_END += ["out", "engine.threads", "engine.feature_memory_gb", "engine.gradient_checkpointing"]
+_FREE_AT_END += ["out", "target.template_date", "engine.threads", "engine.feature_memory_gb"]
+_FREE_AT_END += ["engine.gradient_checkpointing"]
 FREE_OPTIONS = [*_FREE_AT_END, "log.best"]
 
 
@@ -35,6 +39,18 @@ def claim_run(recipe: Recipe, out: Path, ranks: Ranks, facts: dict[str, Any]) ->
     ranks.barrier()
     if ranks.first:
         write_json(out / STARTED, settings)
+
+
+def settle_date(recipe: Recipe, out: Path, ranks: Ranks) -> None:
+    """Set the date that the chat template prints, where the recipe leaves it open: that of the run in `out`, which may
+    have begun on an earlier day, else today's, the same on all ranks."""
+    if recipe.target.template_date:
+        return
+    today = int(ranks.sum(torch.tensor(datetime.date.today().toordinal() if ranks.first else 0)))
+    earlier = read_json(out / STARTED) if (out / STARTED).is_file() else None
+    target = earlier.get("target") if isinstance(earlier, dict) else None
+    recorded = target.get("template_date") if isinstance(target, dict) else None
+    recipe.target.template_date = str(recorded or datetime.date.fromordinal(today).isoformat())
 
 
 def refuse_other_recipe(recipe: Recipe, out: Path) -> None:
@@ -76,11 +92,11 @@ def write_head(
     save_head(head, folder, meta, head_weights(masters))
 
 
-def head_meta(recipe: Recipe, steps: int, foreign: str) -> dict[str, Any]:
+def head_meta(recipe: Recipe, steps: int, foreign: str, chat: ChatTemplate) -> dict[str, Any]:
     """How a head was trained, for its config.json. `foreign`: see `build.Data`."""
     target = recipe.target
     split = {name: getattr(recipe.data, name) for name in ("max_length", "validation_share", "limit")}
     meta = {"data": recipe.data.train, "split": split | {"seed": recipe.seed}, "steps": steps}
-    meta |= {"template_kwargs": target.template_kwargs, "foreign": foreign}
+    meta |= {"foreign": foreign} | chat.record()
     flags = {"four_bits": target.four_bits, "adapter": bool(recipe.adapter.peft)}
     return meta | {name: True for name, value in flags.items() if value}

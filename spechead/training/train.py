@@ -33,7 +33,15 @@ from spechead.training.engine import Engine
 from spechead.training.log import NoLog, RunLog, plot_curve
 from spechead.training.module import FeatureCache, TrainingModule
 from spechead.training.recipe import Recipe
-from spechead.training.run_folder import CHECKPOINTS, FINISHED, claim_run, head_meta, refuse_other_recipe, write_head
+from spechead.training.run_folder import (
+    CHECKPOINTS,
+    FINISHED,
+    claim_run,
+    head_meta,
+    refuse_other_recipe,
+    settle_date,
+    write_head,
+)
 from spechead.training.running_metrics import RunningMetrics
 
 
@@ -62,6 +70,7 @@ def train(recipe: Recipe) -> Path:
         print(f"{out} contains the finished run of this recipe; remove it to train anew")
         return out / "head"
     ranks = start(choose_device(recipe.target.device))
+    settle_date(recipe, out, ranks)
     run = set_up(recipe, ranks, FeatureCache(recipe.engine.feature_memory_gb))
     with locked(out, "out") if ranks.first else nullcontext():
         claim_run(recipe, out, ranks, facts(run))
@@ -211,7 +220,7 @@ def finish(run: Run, state: TrainState) -> Path:
     masters = run.engine.master_weights()
     folder, data = run.out / "head", run.data
     if run.ranks.first:
-        meta = head_meta(run.recipe, step, data.foreign)
+        meta = head_meta(run.recipe, step, data.foreign, run.module.head.target.chat)
         write_head(meta, run.module.head, run.module.adapter, masters, folder)
         plot_curve(run.out)
         provenance = {

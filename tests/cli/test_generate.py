@@ -213,17 +213,20 @@ def test_the_whole_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     class FakeTarget:
         tokenizer, device, dtype = Bytes(), torch.device("cpu"), torch.float32
 
+        def __init__(self, keywords: dict[str, Any]) -> None:
+            self.chat, self.keywords = self, keywords
+
         def drafting_dtype(self, name: str) -> str:
             return "float32"
 
         @classmethod
         def load(cls, name: str, **given: Any) -> "FakeTarget":
             calls.append(("load", name, given["dtype"]))
-            return cls()
+            return cls(given["template_kwargs"])
 
-    def encode(tokenizer: Any, messages: list[dict[str, str]], kwargs: dict[str, Any]) -> list[int]:
-        calls.append(("encode", [m["role"] for m in messages], kwargs))
-        return [1, 2]
+        def prompt_ids(self, messages: list[dict[str, str]]) -> list[int]:
+            calls.append(("encode", [m["content"] for m in messages], self.keywords))
+            return [1, 2]
 
     def fake_generate(target: Any, ids: list[int], drafter: Any, **given: Any) -> Generation:
         speculation = given["speculation"]
@@ -237,10 +240,9 @@ def test_the_whole_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     meta = {"template_kwargs": {"style": "short"}}
     monkeypatch.setattr(decoding, "read_info", lambda folder: HeadInfo(folder, target=f"target of {folder}", meta=meta))
     monkeypatch.setattr(decoding, "load_head", lambda folder, target, **_: "head")
-    monkeypatch.setattr(generate, "prompt_ids", encode)
     monkeypatch.setattr(generate, "generate", fake_generate)
     sampled: dict[str, Any] = {"temperature": 0.5, "draft_temperature": 0.7}
-    generate.stream_answer(options(head="folder", prompt="Hi", system="Be brief.", tree="chain:2", **sampled))
+    generate.stream_answer(options(head="folder", prompt="Hi \ud83d", system="Be brief.", tree="chain:2", **sampled))
     captured = capsys.readouterr()
     assert captured.out == "Hi!\n"
     assert captured.err.splitlines()[:2] == [
@@ -249,7 +251,7 @@ def test_the_whole_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     ]
     assert calls == [
         ("load", "target of folder", "float32"),
-        ("encode", ["system", "user"], {"style": "short"}),
+        ("encode", ["Be brief.", "Hi \ufffd"], {"style": "short"}),
         ("generate", "head", "chain:2", "rejection", 0.5),
         ("generate", "head", "chain:2", "rejection", 0.5),
         ("generate", None, "None", "exact_match", 0.5),

@@ -37,7 +37,8 @@ def test_a_row_with_every_column() -> None:
 def test_columns_that_are_null_or_empty_are_absent() -> None:
     columns = dict.fromkeys(("system", "tools", "chat_template_kwargs", "answer_ids", "meta", *UNSUPPORTED))
     assert conversation_of(chat(**columns)) == Conversation([ASKED, SAID])
-    for nothing in ("", [], {}):
+    empty: list[Any] = ["", [], {}]
+    for nothing in empty:
         assert conversation_of(chat(**dict.fromkeys(UNSUPPORTED, nothing))) == Conversation([ASKED, SAID])
     assert conversation_of(chat(system=" ", tools="[]", chat_template_kwargs="")) == Conversation([ASKED, SAID])
 
@@ -146,15 +147,24 @@ keys |= st.sampled_from(["tool_calls", "tool_call_id", "reasoning", "thinking", 
 values = st.recursive(
     scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=4), max_leaves=12
 )
-messages = st.lists(
-    st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": values | texts}, optional={"tool_calls": values})
-    | st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", "function_call"]), "value": texts})
-    | values,
-    max_size=3,
-)
-rows = values | st.fixed_dictionaries(
-    {}, optional={**dict.fromkeys(COLUMNS, values), "messages": messages, "conversations": messages, "prompt": texts}
-)
+calls = st.lists(values | st.fixed_dictionaries({"name": texts, "arguments": values}), max_size=2)
+extras = {"tool_calls": calls, "reasoning": texts, "name": scalars}
+said = texts | st.lists(st.fixed_dictionaries({"type": st.just("text"), "text": texts}), max_size=2) | scalars
+asked = st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": said})
+answer = st.fixed_dictionaries({"role": st.just("assistant"), "content": said}, optional=extras)
+sharegpt = st.fixed_dictionaries({"from": st.sampled_from(["human", "gpt", "function_call"]), "value": texts})
+messages = st.tuples(asked, answer).map(list) | st.lists(asked | answer | sharegpt | values, max_size=3)
+chats = {"messages": messages, "conversations": messages, "prompt": messages | texts, "text": texts}
+beside = {
+    "system": texts,
+    "tools": st.lists(values, max_size=1) | texts,
+    "meta": st.dictionaries(keys, scalars, max_size=2),
+    "chat_template_kwargs": st.dictionaries(keys, scalars, max_size=2) | texts,
+    "answer_ids": st.lists(st.lists(st.integers(0, 9), max_size=2), max_size=2),
+}
+rows = values | st.dictionaries(st.sampled_from(COLUMNS), values, max_size=4)
+for column, strategy in chats.items():
+    rows |= st.fixed_dictionaries({column: strategy}, optional=beside | {"response": texts})
 
 
 @settings(max_examples=300, deadline=None)

@@ -33,6 +33,20 @@ def test_rows_with_turns_alone_get_a_number_and_the_category_other(tmp_path: Pat
     assert read_prompts(path) == [Prompt(1, "other", "one"), Prompt("b", "other", "three")]
 
 
+def test_lone_surrogates_are_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(r'{"question_id": "\ud800", "category": "c\udfff", "turns": ["a\ud83d"]}')
+    assert read_prompts(path) == [Prompt("\ufffd", "c\ufffd", "a\ufffd")]
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"a": 1}', "true", "1.5"])
+def test_a_question_id_that_identifies_nothing_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text(f'{{"question_id": {text}, "turns": ["a"]}}')
+    with pytest.raises(UserError, match=r"x.jsonl line 1: question_id must be a whole number or text, not .*$"):
+        read_prompts(path)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -41,6 +55,7 @@ def test_rows_with_turns_alone_get_a_number_and_the_category_other(tmp_path: Pat
         ('{"turns": "a"}', "line 1: no prompt"),
         ('{"turns": ["  "]}', "line 1: no prompt"),
         ('["a"]', "line 1: no prompt"),
+        ("[" * 100_000, "line 1: not valid JSON"),
         ("\n\n", "contains no prompts"),
         (
             '{"question_id": 7, "turns": ["a"]}\n{"question_id": 7, "turns": ["b"]}',

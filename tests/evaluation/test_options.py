@@ -23,15 +23,31 @@ def head(tmp_path: Path) -> str:
 
 
 def test_the_heads_keywords_are_taken_silently(head: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert DecodingOptions(head=head).template() == {"enable_thinking": False}
-    assert DecodingOptions(target="some", template_kwargs={"a": 1}).template() == {"a": 1}
+    rest = {"chat_template": "", "template_date": ""}
+    assert DecodingOptions(head=head).template() == {"template_kwargs": {"enable_thinking": False}} | rest
+    assert DecodingOptions(target="some", template_kwargs={"a": 1}).template() == {"template_kwargs": {"a": 1}} | rest
     assert capsys.readouterr().err == ""
 
 
 def test_other_keywords_are_told(head: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert DecodingOptions(head=head, template_kwargs={"enable_thinking": True}).template() == {"enable_thinking": True}
+    options = DecodingOptions(head=head, template_kwargs={"enable_thinking": True})
+    assert options.template()["template_kwargs"] == {"enable_thinking": True}
     told = capsys.readouterr().err
     assert told.startswith("warning: ") and '{"enable_thinking": false}' in told and '{"enable_thinking": true}' in told
+
+
+def test_the_template_and_the_date_of_the_head_are_taken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = {"name": "some", "fingerprint": "0"}
+    meta = {"template_kwargs": {}, "chat_template": "{{ a }}", "template_date": "2026-01-02"}
+    config = {"format": 1, "kind": "medusa", "tree": "chain:2", "target": target, "config": {}, "meta": meta}
+    write_json(tmp_path / "config.json", config)
+    assert DecodingOptions(head=str(tmp_path)).template() == meta
+    assert capsys.readouterr().err == ""
+    assert DecodingOptions(head=str(tmp_path), template_date="2026-02-03").template()["template_date"] == "2026-02-03"
+    DecodingOptions(head=str(tmp_path), chat_template="{{ b }}").template()
+    assert "was trained with another chat template" in capsys.readouterr().err
+    with pytest.raises(UserError, match="option template_date: must be a date as YYYY-MM-DD, got 'tomorrow'"):
+        DecodingOptions(target="some", template_date="tomorrow")
 
 
 def test_a_dtype_of_drafts_is_known_or_refused(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:

@@ -155,7 +155,7 @@ def test_the_info_of_a_head(target: Target, tmp_path: Path) -> None:
     save_head(make_head("medusa", target), folder, meta)
     info = read_info(folder)
     assert (info.kind, info.target, info.fingerprint, info.adapter) == ("medusa", target.name, target.fingerprint, "")
-    assert (info.four_bits, info.template_kwargs, info.foreign_data) == (True, {"a": 1}, "3 of 9")
+    assert (info.four_bits, info.template["template_kwargs"], info.foreign_data) == (True, {"a": 1}, "3 of 9")
     assert info.data == {"train": "d", "seed": 5} and info.config.n_heads == 4
     (folder / "adapter").mkdir()
     assert info.adapter == str(folder / "adapter")

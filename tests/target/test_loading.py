@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from spechead.errors import UserError
 from spechead.target import loading
 from spechead.target.loading import choose_device, dtype_name, fingerprint, load_tokenizer
 from spechead.target.model import Target
-from tests.helpers.targets import make_target
+from spechead.target.options import TemplateOptions
+from tests.helpers.targets import CHATML, make_target, make_toy_tokenizer
 
 
 @pytest.mark.parametrize("name", ["no/such-target", "nowhere"])
@@ -46,6 +49,54 @@ def test_a_fingerprint_changes_with_any_weight() -> None:
     before = fingerprint(model)
     model.get_output_embeddings().weight.data[0, 0] += 1
     assert fingerprint(model) != before and len(before) == 64
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    target = make_target()
+    target.model.save_pretrained(tmp_path / "target")
+    target.tokenizer.save_pretrained(tmp_path / "target")
+    return tmp_path
+
+
+def test_an_adapters_own_tokenizer_and_template_are_used(saved: Path) -> None:
+    name, adapter = str(saved / "target"), saved / "lora"
+    adapter.mkdir()
+    assert load_tokenizer(name, str(adapter)).chat_template == CHATML
+    own = make_toy_tokenizer()
+    own.chat_template = "{{ 'own' }}" + CHATML
+    own.add_tokens(["<new>"])
+    own.save_pretrained(adapter)
+    found = load_tokenizer(name, str(adapter))
+    assert found.chat_template.startswith("{{ 'own' }}") and "<new>" in found.get_vocab()
+    chat = TemplateOptions(target=name, adapter=str(adapter)).load_chat()
+    assert chat.prompt_text([{"role": "user", "content": "Hi"}]).startswith("own<|im_start|>")
+    own.chat_template = None
+    own.save_pretrained(adapter)
+    (adapter / "chat_template.jinja").unlink(missing_ok=True)
+    assert load_tokenizer(name, str(adapter)).chat_template == CHATML
+
+
+def test_an_adapter_whose_tokens_have_other_ids_is_refused(saved: Path) -> None:
+    other = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")), eos_token="b"
+    )
+    other.save_pretrained(saved / "lora")
+    with pytest.raises(UserError, match="option adapter: the tokenizer in '.*lora' has other ids than that of"):
+        load_tokenizer(str(saved / "target"), str(saved / "lora"))
+
+
+def test_the_end_of_a_turn_joins_the_ends_of_the_target(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A template ends turns with a token that the config does not name."""
+    name = str(saved / "target")
+    assert Target.load(name).eos_ids == {2}
+    assert "warning" not in capsys.readouterr().err
+    target = Target.load(name, chat_template=CHATML.replace("<|im_end|>", "<pad>"))
+    assert target.eos_ids == {0, 2}
+    warning = capsys.readouterr().err
+    assert warning.startswith(f"warning: target '{name}': its chat template ends an answer with '<pad>' (0), which the")
+    target = Target.load(name, template_kwargs={"a": 1}, template_date="2026-01-02")
+    assert (target.chat.keywords, target.chat.date) == ({"a": 1}, "2026-01-02")
 
 
 def test_four_bits_need_a_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,8 @@ def test_the_options_reach_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     options = TargetOptions(target="tiny", adapter="lora", dtype="bfloat16", device="cpu", trust_remote_code=True)
     options.load()
     options.load("draft", "its own", pack=False)
-    same = {"dtype": "bfloat16", "device": "cpu", "trust_remote_code": True}
+    same: dict[str, Any] = {"dtype": "bfloat16", "device": "cpu", "trust_remote_code": True}
+    same |= {"chat_template": "", "template_kwargs": {}, "template_date": ""}
     assert calls == [
         ("tiny", {"adapter": "lora", "pack": True, **same}),
         ("draft", {"adapter": "its own", "pack": False, **same}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ import pytest
 import torch
 
 from spechead.errors import UserError
+from spechead.target.chat_template import ChatTemplate
 from spechead.training.distributed import Ranks
 from spechead.training.recipe import load_recipe
-from spechead.training.run_folder import claim_run, head_meta, head_weights, refuse_other_recipe
+from spechead.training.run_folder import claim_run, head_meta, head_weights, refuse_other_recipe, settle_date
+from tests.helpers.targets import make_toy_tokenizer
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 FACTS = {"target": "0" * 64, "samples": 3}
@@ -71,9 +74,23 @@ def test_the_head_of_a_finished_run_is_chosen(out: Path) -> None:
         refuse_other_recipe(load_recipe(overrides=["--log.best", "false"]), out)
 
 
+def test_a_run_keeps_the_date_on_which_it_began(tmp_path: Path) -> None:
+    recipe = load_recipe()
+    settle_date(recipe, tmp_path, ALONE)
+    assert recipe.target.template_date == datetime.date.today().isoformat()
+    yesterday = load_recipe(overrides=["--target.template_date", "2026-01-02"])
+    settle_date(yesterday, tmp_path, ALONE)
+    claim_run(yesterday, tmp_path, ALONE, FACTS)
+    (tmp_path / "checkpoints" / "step-00000001").mkdir(parents=True)
+    settle_date(later := load_recipe(), tmp_path, ALONE)
+    assert later.target.template_date == "2026-01-02"
+    claim_run(load_recipe(overrides=["--target.template_date", "2026-03-04"]), tmp_path, ALONE, FACTS)
+
+
 def test_what_a_head_file_says_of_its_training() -> None:
     recipe = load_recipe(overrides=["--data.limit", "7", "--seed", "5", "--target.four_bits", "true"])
-    meta = head_meta(recipe, 12, "3 of 4")
+    meta = head_meta(recipe, 12, "3 of 4", ChatTemplate(make_toy_tokenizer(), keywords={"thinking": False}))
+    assert meta["template_kwargs"] == {"thinking": False} and meta["template_date"] == ""
     assert meta["split"] == {"max_length": 512, "validation_share": 0.03, "limit": 7, "seed": 5}
     assert (meta["steps"], meta["foreign"], meta["four_bits"]) == (12, "3 of 4", True) and "adapter" not in meta
     masters = {"head.fc.weight": torch.ones(1), "adapter_parameters.0": torch.zeros(1)}
