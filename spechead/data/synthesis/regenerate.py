@@ -140,7 +140,7 @@ def survey(options: RegenerateOptions) -> Source:
     """Read all rows once. Raises UserError where none can be used."""
     sha, unusable, usable = hashlib.sha256(), Counter[str](), list[int]()
     for number, row in enumerate(read_rows(options.prompts, limit=options.limit)):
-        sha.update(row.value if isinstance(row.value, bytes) else json.dumps(row.value, default=repr).encode())
+        sha.update(row.value if isinstance(row.value, bytes) else json.dumps(row.value, default=kind_of).encode())
         sha.update(b"\n")
         try:
             split_turns(parse(row, answered=False))
@@ -151,6 +151,11 @@ def survey(options: RegenerateOptions) -> Source:
         why = described(unusable) or "it has no rows"
         raise UserError(f"option prompts: {options.prompts} has no row with a user's turn ({why})")
     return Source(usable, unusable, sha.hexdigest())
+
+
+def kind_of(value: Any) -> str:
+    """What stands for a value that JSON cannot express in the digest: it is in a column that is not read."""
+    return type(value).__name__
 
 
 def conversations(options: RegenerateOptions) -> Iterator[tuple[int, Row, Conversation]]:

@@ -25,6 +25,7 @@ KEY = "OPENAI_API_KEY"
 PASSING = {408, 409, 425, 429}  # besides all from 500 on
 LONGEST_PAUSE_S, LONGEST_ASKED_PAUSE_S = 60.0, 600.0
 START_S = 30.0  # for the list of models
+LOST_AFTER = 32  # conversations that failed one after another, with no answer between them: the server is gone
 
 
 class Refused(Exception):
@@ -53,6 +54,7 @@ class ChatServer:
     pause_s: float = 1.0  # before the first retry; each further one doubles it
     prompt_ids: Callable[..., list[int]] | None = None  # of our own chat template, to be compared with the server's
     token_ids: bool = True  # ask for ids; ends where the server refuses to be asked
+    _failures: int = field(default=0, init=False)  # since the last answer
 
     def __post_init__(self) -> None:
         parts = urlsplit(self.url)
@@ -102,7 +104,7 @@ class ChatServer:
     ) -> None:
         """Answer all turns of all dialogues; each is handed to `record`, or, with the reason, to `fail`.
 
-        `wrote` is told the tokens of each answer. Raises UserError where the server refuses all requests.
+        `wrote` is told the tokens of each answer. Raises UserError where the server refuses all requests, or is gone.
         """
         asyncio.run(self._answer_all(dialogues, record, fail, wrote))
 
@@ -121,6 +123,12 @@ class ChatServer:
                     await self._converse(client, dialogue, wrote)
                 except Failed as error:
                     fail(dialogue, str(error))
+                    self._failures += 1
+                    if self._failures >= LOST_AFTER:
+                        raise UserError(
+                            f"option server: {self.url} answers no more ({error}); the finished conversations are "
+                            "kept, give the same command once it does"
+                        ) from error
                 else:
                     record(dialogue)
 
@@ -181,7 +189,9 @@ class ChatServer:
             )
             if reply is not None and reply.is_success:
                 try:
-                    return checked(reply.content)
+                    body = checked(reply.content)
+                    self._failures = 0
+                    return body
                 except Malformed as error:
                     problem = f"unreadable answer: {error}"
                     counts["unreadable answers"] += 1
@@ -191,6 +201,7 @@ class ChatServer:
                     continue
                 if reply.status_code in (401, 403, 404, 405):
                     raise self._unusable(reply.status_code, str(reply.url))
+                self._failures = 0
                 raise Refused(message_of(reply))
             if attempt == self.retries:
                 raise Failed(problem)

@@ -225,6 +225,21 @@ def test_killed_twice_and_finished_nothing_is_lost_or_twice(
     assert left_in(chosen.out.parent) == ["out.jsonl", "out.jsonl.meta.json"]
 
 
+@pytest.mark.parametrize("step", ["replacing", "write_json", "remove"])
+def test_killed_while_the_result_is_written(tmp_path: Path, tiny: Target, step: str) -> None:
+    chosen = options(tmp_path)
+
+    def work() -> None:
+        setattr(module, step, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+        regenerate(chosen)
+
+    process = FORK.Process(target=work)
+    process.start()
+    assert ends(process) == -signal.SIGKILL
+    regenerate(chosen)
+    assert len(written(chosen)) == 15 and left_in(chosen.out.parent) == ["out.jsonl", "out.jsonl.meta.json"]
+
+
 def test_a_resumed_command_answers_only_what_is_missing(tmp_path: Path, tiny: Target) -> None:
     chosen = options(tmp_path)
     assert ends(in_a_process(chosen, kill_after=9)) == -signal.SIGKILL

@@ -175,6 +175,20 @@ def test_a_later_turn_that_fails_fails_the_conversation() -> None:
     assert [one.number for one in answered] == [1] and failed == {0: "status 500"}
 
 
+def test_a_server_that_is_gone_ends_the_command() -> None:
+    def script(request: dict[str, Any], times: int) -> Reply:
+        number = int(request["messages"][-1]["content"])
+        return Reply({}, 503) if number % 50 >= 10 else echo(request, times)
+
+    def asked(count: int) -> list[Dialogue]:
+        return [dialogue(str(i), number=i) for i in range(count)]
+
+    with pytest.raises(UserError, match=r"answers no more \(status 503\); the finished conversations are kept"):
+        ask(script, asked(100), retries=0, concurrency=1)
+    answered, failed, _ = ask(script, asked(40), retries=0, concurrency=1)
+    assert len(answered) == 10 and len(failed) == 30
+
+
 def test_the_pause_that_a_server_asks_for_is_kept() -> None:
     script = one_by_one(Reply({}, 429, {"Retry-After": "0.4"}), Reply(completion("fine")))
     started = time.monotonic()
