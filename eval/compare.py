@@ -28,7 +28,8 @@ import torch
 
 from spechead import __version__
 from spechead.cli.main import one_line_errors
-from spechead.data.dataset import build_samples, read_conversations, split_validation
+from spechead.data.preparation.prepare import prepare
+from spechead.data.preparation.prepared import split_validation
 from spechead.errors import UserError
 from spechead.evaluation.evaluate import EvalOptions, evaluate
 from spechead.evaluation.measure import describe_machine
@@ -40,7 +41,7 @@ from spechead.options import Options, Range, parse
 from spechead.target.bundled import NAME as BUNDLED
 from spechead.target.loading import choose_device
 from spechead.target.model import Target
-from spechead.training.build import bare_head
+from spechead.training.build import bare_head, preparation_of
 from spechead.training.log import read_log
 from spechead.training.recipe import Recipe, load_recipe
 from spechead.training.train import train
@@ -182,11 +183,10 @@ def trial(name: str, options: CompareOptions, scratch: Path) -> float:
 def head_sizes(recipe: Recipe) -> dict[str, float]:
     """The head's parameters, and the mean length of a training sample: a step takes one."""
     target = Target.load(recipe.target.name, device=recipe.target.device, pack=False)
-    conversations = read_conversations(recipe.data.sources())
-    samples = build_samples(conversations, target.tokenizer, recipe.data.max_length).items
+    samples = prepare(preparation_of(recipe.data, target, recipe.seed)).samples
     training, _ = split_validation(samples, recipe.data.validation_share, recipe.seed)
     parameters = sum(p.numel() for p in bare_head(recipe, target).parameters())
-    return {"parameters": parameters, "tokens_per_step": mean(len(sample.ids) for sample in training)}
+    return {"parameters": parameters, "tokens_per_step": float(training.lengths.mean())}
 
 
 def measure(options: CompareOptions, folder: Path) -> None:

@@ -13,6 +13,7 @@ import os
 import re
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -79,6 +80,28 @@ def locked(folder: Path, option: str) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+@contextmanager
+def exclusively(lock: Path, note: str) -> Iterator[None]:
+    """Wait until no other process of this machine is in a block with the same lock file. `note`, unless empty, is
+    printed where that takes time.
+
+    The lock ends with the process, however that ends.
+    """
+    make_folder(lock.parent)
+    file = FileLock(lock)
+    with suppress(OSError, NotImplementedError):  # a file system without locks
+        try:
+            file.acquire(timeout=1)
+        except Timeout:
+            if note:
+                print(f"{note}: waiting for it", file=sys.stderr, flush=True)
+            file.acquire()
+    try:
+        yield
+    finally:
+        file.release()
 
 
 @contextmanager

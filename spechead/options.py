@@ -79,6 +79,8 @@ def parse(cls: type[T], argv: Sequence[str], prog: str, *, positional: bool = Fa
         parser.add_argument("--config", action="config", help="YAML file with the values below; flags override it.")
     parser.add_class_arguments(cls, as_positional=positional)
     flags = normalise_flags(argv, hints)
+    if positional:
+        flags = join_words(flags, cls, hints)
     if config:
         refuse_unknown_keys(Path(config), hints)
         flags = ["--config", config, *flags]
@@ -148,6 +150,16 @@ def normalise_flags(argv: Sequence[str], hints: dict[str, Any]) -> list[str]:
         else:
             flags.append(f"--{name}={value}")
     return [*flags, *(f"--{name}={json.dumps(values)}" for name, values in lists.items())]
+
+
+def join_words(flags: list[str], cls: type, hints: dict[str, Any]) -> list[str]:
+    """All bare words as one JSON list, where the only required field of `cls` is a list."""
+    missing = dataclasses.MISSING
+    required = [f.name for f in dataclasses.fields(cls) if f.default is missing and f.default_factory is missing]
+    words = [word for word in flags if not word.startswith("-")]
+    if len(required) != 1 or not is_list(hints[required[0]]) or not words or words[0].startswith("["):
+        return flags
+    return [*(flag for flag in flags if flag.startswith("-")), json.dumps(words)]
 
 
 def is_list(hint: Any) -> bool:

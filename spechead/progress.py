@@ -17,7 +17,8 @@ PLAIN_INTERVAL_S = 10.0
 class Progress:
     """A bar with rate and remaining time on a terminal; elsewhere a line every ten seconds and a last one.
 
-    `done`: units finished by an earlier run; they count towards the total and not towards the rate.
+    `total`: 0 if it is unknown. `done`: units finished by an earlier run; they count towards the total and not towards
+    the rate.
     `quiet`: show nothing (every process but the first of a distributed job).
     """
 
@@ -36,7 +37,7 @@ class Progress:
         if console.is_terminal and not self._quiet:
             columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[state]}")
             self._bar = Bar(*columns, console=console)
-            self._task = self._bar.add_task(self.title, total=self.total, completed=self.done, state="")
+            self._task = self._bar.add_task(self.title, total=self.total or None, completed=self.done, state="")
             self._bar.start()
         return self
 
@@ -52,7 +53,7 @@ class Progress:
         """`120/400 step | 2.1 step/s | 2:13 left | loss 3.21`"""
         elapsed = time.monotonic() - self._started
         fresh = self.done - self._first
-        parts = [f"{self.done}/{self.total} {self.unit}"]
+        parts = [f"{self.done}/{self.total} {self.unit}" if self.total else f"{self.done} {self.unit}"]
         if fresh > 0 and elapsed > 0:
             rate = fresh / elapsed
             parts.append(f"{rate:.1f} {self.unit}/s" if rate >= 1 else f"{1 / rate:.1f} s/{self.unit}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
@@ -18,6 +19,14 @@ from tests.helpers.targets import make_target, make_toy_tokenizer
 
 transformers.logging.set_verbosity_error()
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def prepared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Data sets are prepared anew in each session, in a folder that goes with it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECHEAD_PREPARED", str(tmp_path_factory.mktemp("prepared")))
+        yield
 
 
 @pytest.fixture

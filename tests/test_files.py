@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Timer
 
 import pytest
 
@@ -130,6 +131,31 @@ def test_a_run_is_resumed_with_the_same_settings_only(tmp_path: Path) -> None:
         files.claim(path, settings | {"optim": {"lr": 0.2, "betas": (0.9, 0.95)}}, remedy="choose another folder")
     files.claim(path, settings | {"optim": {"lr": 0.3, "betas": (0.9, 0.95)}}, free=["out", "optim."], remedy="")
     assert files.difference({"a": 1}, {"a": 1, "b": {"c": 2}}) == ("b.c", None, 2)
+
+
+def test_a_block_waits_for_another_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = tmp_path / "made" / "x.lock"
+    code = f"""
+import sys, time
+from pathlib import Path
+from threading import Timer
+from spechead.files import exclusively
+with exclusively(Path({str(lock)!r}), "busy"):
+    print("in", flush=True)
+    sys.stdin.readline()
+    print("out", flush=True)
+"""
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdin is not None and other.stdout.readline() == "in\n"
+        Timer(1.2, other.stdin.write, ["\n"]).start()
+        Timer(1.3, other.stdin.flush).start()
+        with files.exclusively(lock, "another process prepares it"):
+            assert other.stdout.readline() == "out\n"
+    assert capsys.readouterr().err == "another process prepares it: waiting for it\n"
+    with files.exclusively(lock, "free"):
+        pass
+    assert capsys.readouterr().err == ""
 
 
 def test_a_folder_is_locked_for_one_process(tmp_path: Path) -> None:

@@ -89,6 +89,22 @@ def test_bare_words_fill_required_fields() -> None:
         parse(Needs, ["--count", "4"], "prog")
 
 
+@dataclass
+class Many:
+    files: list[str]
+    count: int = 1
+
+
+def test_bare_words_are_a_list_where_one_is_required() -> None:
+    for words in (["a", "b", "--count", "4"], ["a", "--count=4", "b"], ["--count", "4", '["a", "b"]']):
+        assert parse(Many, words, "prog", positional=True) == Many(["a", "b"], 4)
+    assert parse(Many, ["a"], "prog", positional=True) == Many(["a"])
+    with pytest.raises(UserError, match="the following arguments are required: files"):
+        parse(Many, ["--count", "4"], "prog", positional=True)
+    with pytest.raises(UserError, match="unknown option cuont"):
+        parse(Many, ["a", "--cuont", "4"], "prog", positional=True)
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [

@@ -46,6 +46,13 @@ def test_progress_rate_leaves_out_what_an_earlier_run_did(ticking: Clock) -> Non
         assert progress.state() == "390/400 step | 5.0 s/step | 0:50 left"
 
 
+def test_of_an_unknown_total_the_count_and_the_rate_are_shown(ticking: Clock) -> None:
+    with Progress("prepare", total=0, unit="row", quiet=True) as progress:
+        ticking.now += 5
+        progress.advance(20)
+        assert progress.state() == "20 row | 4.0 row/s | 0:05 in all"
+
+
 def test_quiet_progress_shows_nothing(ticking: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     with Progress("train", total=2, quiet=True) as progress:
         ticking.now += 60

@@ -24,7 +24,7 @@ FOLDERS = {path.parent for path in MODULES.values()}
 # Lowest first. A folder imports those before it and the ones beside it.
 ORDER = [
     {"errors"},
-    {"files", "options", "metrics", "progress"},
+    {"files", "options", "metrics", "pool", "progress"},
     {"target"},
     {"decoding", "drafters"},
     {"heads", "data"},
@@ -47,7 +47,7 @@ EDGES = {
     "transformers": {f"target.{name}" for name in ("loading", "model", "rotary", "bundled", "cache", "attention")},
     "peft": {"target.adapter"},
     "gguf": {"formats.gguf_file", "target.bundled"},
-    "datasets": {"data.dataset"},
+    "datasets": {"data.sources"},
     "deepspeed": {"training.engine", "training.distributed"},
     "huggingface_hub": {"formats.card", "formats.push"},
     "wandb": {"training.log"},

@@ -39,6 +39,9 @@ COMMANDS = {
     "data regenerate": Command(
         "data.synthesis.regenerate", "regenerate", "let the target answer the prompts of any data set", True, True
     ),
+    "data prepare": Command(
+        "data.preparation.prepare", "prepare_data", "tokenise conversations once, for training to read", True, True
+    ),
     "data inspect": Command("data.inspect", "inspect", "show a file's supervised spans, and what is dropped", True),
     "extract-head": Command(
         "training.extract_head", "extract_head", "extract a head from any checkpoint of a run", True

@@ -1,46 +1,25 @@
-"""Conversations to samples, and samples to packed batches.
+"""Samples, packed batches of them, and the order in which training takes them.
 
 Legend: B rows, T tokens.
 """
 
 import hashlib
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from spechead.data import chat
-from spechead.errors import UserError, first_line
-from spechead.files import read_jsonl
-
-HUB_PREFIX = "hf:"
-ROLES = ("system", "user", "assistant")
-Conversation = dict[str, Any]
-
 
 @dataclass(frozen=True)
 class Sample:
-    """One conversation as the model sees it."""
+    """A conversation, or a part of it, as the model sees it."""
 
     ids: Tensor  # int64 [T]
     supervised: Tensor  # bool [T]: written by the assistant
-    row: int  # index of the conversation in the file(s)
-
-
-@dataclass
-class Samples:
-    """Conversations tokenised for training."""
-
-    items: list[Sample]
-    dropped: dict[str, int] = field(default_factory=dict)  # reason -> count
-    truncated: int = 0  # samples among `items` that were cut at max_length
+    row: int  # index of the conversation in its sources; several samples may be of one
 
 
 @dataclass
@@ -63,115 +42,17 @@ class Batch:
         )
 
 
-# ------------------------------------------------------------------------------------------------ reading
-
-
-def read_conversations(source: str | Sequence[str], limit: int = 0) -> list[Conversation]:
-    """Conversations of JSONL files or a hub dataset `hf:NAME[:SPLIT]`; at most `limit` of them, 0 for all."""
-    conversations: list[Conversation] = []
-    for name in [source] if isinstance(source, str) else source:
-        left = limit - len(conversations) if limit else 0
-        conversations += read_hub(name, left) if name.startswith(HUB_PREFIX) else read_file(Path(name), left)
-        if limit and len(conversations) >= limit:
-            break
-    if not conversations:
-        names = source if isinstance(source, str) else ", ".join(source)
-        raise UserError(f"{names}: contains no conversation")
-    return conversations
-
-
-def read_file(path: Path, limit: int = 0) -> list[Conversation]:
-    """The conversations of a JSONL file; a UserError names the first line that is not one."""
-    lines = islice(read_jsonl(path, "conversations"), limit or None)
-    return [check_conversation(row, where) for where, row in lines]
-
-
-def read_hub(source: str, limit: int = 0) -> list[Conversation]:
-    """`hf:NAME[:SPLIT]` through `datasets`; the split is `train` unless named."""
-    name, _, split = source.removeprefix(HUB_PREFIX).partition(":")
-    split = split or "train"
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(name, split=split)
-    except Exception as error:  # its many error classes have no common base
-        raise UserError(f"dataset {source} cannot be loaded: {first_line(error)}") from error
-    count = min(limit, len(rows)) if limit else len(rows)
-    return [check_conversation(rows[i], f"{source} row {i}") for i in range(count)]
-
-
-def check_conversation(row: Any, where: str) -> Conversation:
-    """The row, if it is a conversation; else a UserError with the reason."""
-    messages = row.get("messages") if isinstance(row, dict) else None
-    if not isinstance(messages, list):
-        raise UserError(f'{where}: no messages; expected {{"messages": [{{"role": "user", "content": "..."}}]}}')
-    if not messages:
-        raise UserError(f"{where}: the conversation is empty")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise UserError(f"{where}: a message needs a role and a string as content, not {str(message)[:60]}")
-        if message.get("role") not in ROLES:
-            raise UserError(f"{where}: unknown role {message.get('role')!r}, use {', '.join(ROLES)}")
-    if not isinstance(row.get("meta") or {}, dict):
-        raise UserError(f"{where}: meta must be an object, not {str(row['meta'])[:60]}")
-    first = next((m["role"] for m in messages if m["role"] != "system"), "system")
-    if first != "user":
-        problem = "the assistant speaks first" if first == "assistant" else "only the system speaks"
-        raise UserError(f"{where}: {problem}; a user's message must come first")
-    return row
-
-
-def count_by_model(conversations: Sequence[Conversation]) -> Counter[str]:
-    """How many of the conversations each model wrote; the empty name counts those that name none."""
-    return Counter(str((row.get("meta") or {}).get("target") or "") for row in conversations)
-
-
-def answers_of_other_models(conversations: Sequence[Conversation], target: str) -> str:
-    """A clause that counts the conversations not marked as written by `target`; empty if there are none."""
-    others = len(conversations) - count_by_model(conversations)[target]
-    return f"{others} of {len(conversations)} answers are not marked as written by {target}" if others else ""
-
-
 # ------------------------------------------------------------------------------------------------ samples
 
 
-def build_samples(
-    conversations: Sequence[Conversation],
-    tokenizer: Any,
-    max_length: int,
-    template_kwargs: dict[str, Any] | None = None,
-) -> Samples:
-    """Tokenise and cut at `max_length`. Conversations without a supervised token are dropped and counted."""
-    samples, refusals = Samples([]), []
-    dropped: Counter[str] = Counter()
-    for row, conversation in enumerate(conversations):
-        answers = [m["content"] for m in conversation["messages"] if m["role"] == "assistant"]
-        if not any(answer.strip() for answer in answers):
-            dropped["empty answer" if answers else "no assistant turn"] += 1
-            continue
-        cut_answer = (conversation.get("meta") or {}).get("finish") == "length"
-        try:
-            encoded = chat.encode(tokenizer, conversation["messages"], template_kwargs, unfinished=cut_answer)
-        except chat.TemplateError as error:
-            refusals.append(str(error))
-            dropped["refused by the chat template"] += 1
-            continue
-        if not any(encoded.supervised[:max_length]):
-            dropped["too long"] += 1
-            continue
-        samples.truncated += len(encoded.ids) > max_length
-        ids = torch.tensor(encoded.ids[:max_length], dtype=torch.long)
-        samples.items.append(Sample(ids, torch.tensor(encoded.supervised[:max_length]), row))
-    samples.dropped = dict(dropped.most_common())
-    if not samples.items:
-        why = ", ".join(f"{count} {name}" for name, count in samples.dropped.items())
-        long = f"; raise data.max_length, which is {max_length}" if "too long" in samples.dropped else ""
-        detail = f"; {refusals[0]}" if refusals else long
-        raise UserError(f"none of {len(conversations)} conversations can be used: {why}{detail}")
-    return samples
+def answers_of_other_models(written_by: Mapping[str, int], target: str) -> str:
+    """A clause that counts the conversations not marked as written by `target`; empty if there are none."""
+    count = sum(written_by.values())
+    others = count - written_by.get(target, 0)
+    return f"{others} of {count} answers are not marked as written by {target}" if others else ""
 
 
-def digest(samples: Sequence[Sample]) -> str:
+def digest(samples: Iterable[Sample]) -> str:
     """A short hash of the samples: ids and supervision, in their order."""
     sha = hashlib.sha256()
     for sample in samples:
@@ -179,18 +60,6 @@ def digest(samples: Sequence[Sample]) -> str:
         sha.update(sample.ids.numpy().tobytes())
         sha.update(sample.supervised.numpy().tobytes())
     return sha.hexdigest()[:16]
-
-
-def split_validation(samples: Sequence[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """(training, validation), disjoint, each in the given order. Any share above 0 holds out at least one
-    sample, and at least one is left for training."""
-    if not 0 <= share < 1:
-        raise UserError(f"option data.validation_share: must be at least 0 and below 1, got {share}")
-    count = 0 if share == 0 else max(1, round(share * len(samples)))
-    count = min(count, len(samples) - 1)
-    held_out = set(np.random.default_rng(seed).permutation(len(samples))[: max(0, count)].tolist())
-    training = [sample for i, sample in enumerate(samples) if i not in held_out]
-    return training, [sample for i, sample in enumerate(samples) if i in held_out]
 
 
 # ------------------------------------------------------------------------------------------------ batches

@@ -1,64 +1,59 @@
-"""`spechead data inspect`: print samples of a file with the supervised tokens marked, and counts.
+"""`spechead data inspect`: print samples of a source with the supervised tokens marked, and counts.
 
 Look at this before training: a wrong supervision mask raises no error.
 """
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from spechead.data.dataset import Conversation, Sample, Samples, build_samples, count_by_model, read_conversations
+from spechead.data.dataset import Sample
+from spechead.data.preparation.prepare import SampleOptions, cut_at_positions, prepare
+from spechead.data.preparation.prepared import Prepared, PreparedSamples, is_prepared
 from spechead.options import Range
-from spechead.target.bundled import NAME as BUNDLED
-from spechead.target.loading import load_tokenizer
-from spechead.target.options import TargetName
 
 SUPERVISED_STYLE = "black on color(114)"
 
 
-@dataclass
-class InspectOptions(TargetName):
+@dataclass(kw_only=True)
+class InspectOptions(SampleOptions):
     """Which conversations to inspect, and how many to print."""
 
-    file: str
-    """JSONL file, or a hub dataset as hf:NAME[:SPLIT]."""
-    target: str = field(default=BUNDLED, kw_only=True)
-    """Bundled target, local folder or hub id whose chat template and tokenizer are used."""
-    max_length: Annotated[int, Range(1)] = 512
-    """Conversations are cut after this many tokens."""
+    file: str = field(kw_only=False)
+    """JSONL, JSON or Parquet file, a folder of them, a hub dataset as hf:NAME[:SPLIT], or a prepared data set."""
     show: Annotated[int, Range(0)] = 3
     """Samples to print, evenly spaced over the file."""
-    limit: Annotated[int, Range(0)] = 0
-    """Conversations to read; 0 for all."""
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keywords for the chat template, such as {enable_thinking: false}."""
 
 
 def inspect(options: InspectOptions, console: Console | None = None) -> dict[str, Any]:
     """Print samples and counts; returns the counts."""
     console = console or Console(highlight=False, soft_wrap=True)
-    conversations = read_conversations(options.file, options.limit)
-    tokenizer = load_tokenizer(options.target, trust_remote_code=options.trust_remote_code)
-    samples = build_samples(conversations, tokenizer, options.max_length, options.template_kwargs)
-    for sample in evenly_spaced(samples.items, options.show):
-        kind = (conversations[sample.row].get("meta") or {}).get("kind", "no kind")
-        console.rule(f"conversation {sample.row}, {kind}, {len(sample.ids)} tokens")
-        console.print(marked(tokenizer, sample, coloured=console.is_terminal))
-    counts = count_samples(conversations, samples)
+    preparation = options.preparation([options.file])
+    if is_prepared(options.file):  # and cut, at whatever length
+        preparation = replace(preparation, max_length=preparation.positions)
+    data = prepare(preparation)
+    samples = data.samples
+    for index in evenly_spaced(len(samples), options.show):
+        sample, kind = samples[index], samples.kind(index) or "no kind"
+        console.rule(f"{samples.place(sample.row)}, {kind}, {len(sample.ids)} tokens")
+        console.print(marked(preparation.chat.tokenizer, sample, coloured=console.is_terminal))
+    counts = count_samples(data, samples)
     console.rule("counts")
     console.print(table(counts))
+    for line in cut_at_positions(preparation):
+        console.print(line)
+    for why in data.dropped:
+        console.print(Text(f"{why}: {', '.join(data.dropped_at(why))}"))
     return counts
 
 
-def evenly_spaced(samples: Sequence[Sample], count: int) -> list[Sample]:
-    """`count` samples at even distances, starting with the first."""
-    count = min(count, len(samples))
-    return [samples[i * len(samples) // count] for i in range(count)]
+def evenly_spaced(length: int, count: int) -> list[int]:
+    """`count` indices into `length` samples at even distances, starting with the first."""
+    count = min(count, length)
+    return [i * length // count for i in range(count)]
 
 
 def marked(tokenizer: Any, sample: Sample, *, coloured: bool) -> Text:
@@ -79,19 +74,17 @@ def marked(tokenizer: Any, sample: Sample, *, coloured: bool) -> Text:
     return text
 
 
-def count_samples(conversations: Sequence[Conversation], samples: Samples) -> dict[str, Any]:
-    """Conversations, tokens, kinds, the models that wrote them, and what was dropped."""
-    kinds = Counter(str((conversations[s.row].get("meta") or {}).get("kind", "?")) for s in samples.items)
-    return {
-        "conversations": len(conversations),
-        "usable": len(samples.items),
-        "truncated": samples.truncated,
-        "tokens": sum(len(s.ids) for s in samples.items),
-        "supervised tokens": sum(int(s.supervised.sum()) for s in samples.items),
-        "longest": max(len(s.ids) for s in samples.items),
-        "kinds": dict(kinds.most_common()),
-        "written by": {name or "not recorded": n for name, n in count_by_model(conversations).most_common()},
-        "dropped": samples.dropped,
+def count_samples(data: Prepared, samples: PreparedSamples) -> dict[str, Any]:
+    """Conversations, samples, tokens, kinds, the models that wrote them, what was dropped, and what was noticed."""
+    counts = data.counts
+    names = {"rows": "conversations", "replaced": "surrogates replaced"}
+    order = ("rows", "usable", "samples", "truncated", "tokens", "supervised tokens", "longest", "replaced")
+    kinds = {name or "?": count for name, count in samples.kinds().most_common()}
+    return {names.get(name, name): counts[name] for name in order} | {
+        "kinds": kinds,
+        "written by": {name or "not recorded": n for name, n in data.written_by.most_common()},
+        "noticed": data.index["notes"],
+        "dropped": data.dropped,
     }
 
 
@@ -108,5 +101,5 @@ def table(counts: dict[str, Any]) -> Table:
         else:
             lines.add_row(name, f"{sum(value.values()):,}" if name == "dropped" else "")
             for key, number in value.items():
-                lines.add_row(f"  {key}", f"{number:,}")
+                lines.add_row(Text(f"  {key}"), f"{number:,}")
     return lines

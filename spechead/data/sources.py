@@ -188,6 +188,18 @@ def hub_rows(source: str, streaming: bool) -> Iterator[Row]:
         raise UserError(f"dataset {source} cannot be loaded: {first_line(error)}") from error
 
 
+def hub_version(source: str) -> str:
+    """What identifies the contents of a hub dataset `hf:NAME[:SPLIT]`, without reading them."""
+    name = source.removeprefix(HUB_PREFIX).partition(":")[0]
+    try:
+        from datasets import load_dataset_builder
+
+        builder = load_dataset_builder(name)
+    except Exception as error:  # as above
+        raise UserError(f"dataset {source} cannot be loaded: {first_line(error)}") from error
+    return f"{builder.config_id} {builder.hash}"
+
+
 def without_nulls(value: Any) -> Any:
     """A copy without keys that are null: tables give each object the keys of all others."""
     if isinstance(value, dict):

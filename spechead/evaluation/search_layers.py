@@ -14,8 +14,8 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from spechead.data.dataset import read_file
 from spechead.data.prompts import Prompt, balanced, read_prompts
+from spechead.data.sources import parse, read_rows
 from spechead.decoding.generate import generate
 from spechead.errors import UserError
 from spechead.files import shipped
@@ -74,9 +74,10 @@ def search(options: SearchOptions) -> KeptLayers:
 def sample_prompts() -> list[Prompt]:
     """The first user message of each conversation of the shipped sample data."""
     prompts = []
-    for number, row in enumerate(read_file(shipped(SAMPLE_DATA)), start=1):
-        first = next(message["content"] for message in row["messages"] if message["role"] == "user")
-        prompts.append(Prompt(number, str((row.get("meta") or {}).get("kind") or "other"), first))
+    for number, row in enumerate(read_rows(str(shipped(SAMPLE_DATA))), start=1):
+        conversation = parse(row)
+        first = next(message["content"] for message in conversation.messages if message["role"] == "user")
+        prompts.append(Prompt(number, str(conversation.meta.get("kind") or "other"), first))
     return prompts
 
 

@@ -11,8 +11,9 @@ from typing import Annotated
 
 import torch
 
-from spechead.data import dataset
-from spechead.data.dataset import Conversation, Sample
+from spechead.data.dataset import Sample, answers_of_other_models
+from spechead.data.preparation.prepare import prepare
+from spechead.data.preparation.prepared import PreparedSamples, split_validation
 from spechead.data.prompts import Prompt, balanced, read_prompts
 from spechead.decoding.generate import Speculation, generate
 from spechead.decoding.tree import chain
@@ -28,6 +29,7 @@ from spechead.heads.files import HeadInfo, save_tree
 from spechead.options import Range
 from spechead.progress import Progress
 from spechead.target.model import Target
+from spechead.training.build import preparation_of
 from spechead.training.recipe import DataConfig
 
 TIMED, TIMED_TOKENS = 4, 64  # texts that are decoded to measure the costs of a pass, and tokens of each
@@ -112,24 +114,21 @@ def check_prompts(options: TuneOptions) -> None:
         raise UserError(f"option prompts: eval measures on {common} of {options.prompts}, choose the tree on others")
 
 
-def calibration_texts(options: TuneOptions, target: Target) -> list[Sample]:
+def calibration_texts(options: TuneOptions, target: Target) -> Sequence[Sample]:
     """Texts whose answers the target wrote, earlier or now (greedily)."""
     if options.prompts:
-        return _answer(read_prompts(Path(options.prompts)), options, target)
+        prompts = balanced(read_prompts(Path(options.prompts)), options.limit)
+        return _answer(encode_prompts(prompts, target, options), target)
     if options.data:
-        conversations = dataset.read_conversations(options.data)
-        texts = _samples(conversations, options, target)[: options.limit]
-        if warning := dataset.answers_of_other_models([conversations[text.row] for text in texts], target.name):
+        texts = _chats(_samples(DataConfig(train=[options.data]), target))[: options.limit]
+        if warning := answers_of_other_models(texts.written_by(), target.name):
             print(f"data: {warning}; the target may not write such texts", file=sys.stderr)
         return texts
     data, seed = held_out_split(options.head_info())
-    conversations = dataset.read_conversations(data.sources(), data.limit)
-    texts = _samples(conversations, options, target, data.max_length)
-    held_out = dataset.split_validation(texts, data.validation_share, seed)[1][: options.limit]
-    if not dataset.answers_of_other_models([conversations[text.row] for text in held_out], target.name):
+    held_out = _chats(split_validation(_samples(data, target, seed), data.validation_share, seed)[1])[: options.limit]
+    if not answers_of_other_models(held_out.written_by(), target.name):
         return held_out
-    first = [next(m["content"] for m in conversations[t.row]["messages"] if m["role"] == "user") for t in held_out]
-    return _answer([Prompt(number, "sample", text) for number, text in enumerate(first)], options, target)
+    return _answer([_question(text, options.max_new_tokens, target) for text in held_out], target)
 
 
 def held_out_split(info: HeadInfo) -> tuple[DataConfig, int]:
@@ -140,7 +139,7 @@ def held_out_split(info: HeadInfo) -> tuple[DataConfig, int]:
     known = info.data
     default, seed = DataConfig(), int(known.pop("seed", 0))
     data = DataConfig(**known)
-    if data.validation_share and all(Path(source).is_file() for source in data.sources()):
+    if data.validation_share and all(Path(source).exists() for source in data.sources()):
         return data, seed
     if set(default.sources()) & set(data.sources()):
         print(
@@ -151,16 +150,27 @@ def held_out_split(info: HeadInfo) -> tuple[DataConfig, int]:
     return default, 0
 
 
-def _samples(
-    conversations: Sequence[Conversation], options: TuneOptions, target: Target, length: int = DataConfig.max_length
-) -> list[Sample]:
-    length = min(length, target.max_positions)
-    return dataset.build_samples(conversations, target.tokenizer, length, options.template()).items
+def _samples(data: DataConfig, target: Target, seed: int = 0) -> PreparedSamples:
+    return prepare(preparation_of(data, target, seed)).samples
 
 
-def _answer(prompts: Sequence[Prompt], options: TuneOptions, target: Target) -> list[Sample]:
+def _chats(samples: PreparedSamples) -> PreparedSamples:
+    """The samples that begin with a prompt; plain documents do not."""
+    chats = samples.take(~samples.data.supervised[samples.table["start"]])
+    if not chats:
+        raise UserError("option data: the data are documents, a tree is chosen on chats; name others, or give prompts")
+    return chats
+
+
+def _question(text: Sample, max_new_tokens: int, target: Target) -> Question:
+    """The prompt of a text's first answer."""
+    begin, _ = answer_spans(text)[0]
+    room = min(max_new_tokens, target.max_positions - begin)
+    return Question(Prompt(text.row, "calibration", ""), text.ids[:begin].tolist(), room)
+
+
+def _answer(questions: Sequence[Question], target: Target) -> list[Sample]:
     """The prompts with the target's own greedy answers."""
-    questions = encode_prompts(balanced(prompts, options.limit), target, options)
     texts = []
     with Progress("the target answers", len(questions), "prompt") as progress:
         for number, question in enumerate(questions):
@@ -176,11 +186,7 @@ def _answer(prompts: Sequence[Prompt], options: TuneOptions, target: Target) -> 
 def measure_costs(head: Head, texts: Sequence[Sample], depth: int) -> Costs:
     """Decode a few of the texts again, plainly and with a chain interleaved, and time passes over several tokens."""
     target = head.target
-    questions = []
-    for text in texts[:TIMED]:
-        begin, _ = answer_spans(text)[0]
-        room = min(TIMED_TOKENS, target.max_positions - begin)
-        questions.append(Question(Prompt(text.row, "calibration", ""), text.ids[:begin].tolist(), room))
+    questions = [_question(text, TIMED_TOKENS, target) for text in texts[:TIMED]]
     speculation = Speculation(chain(depth))
     decode(target, questions[0].shortened())
     decode(target, questions[0].shortened(), head, speculation=speculation)

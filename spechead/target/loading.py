@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from transformers import logging as transformers_logging
 from transformers.utils import cached_file
 
@@ -87,6 +87,14 @@ def load_tokenizer(name: str, adapter: str = "", *, trust_remote_code: bool = Fa
         )
     own.chat_template = own.chat_template or tokenizer.chat_template
     return own
+
+
+def load_limits(name: str, *, trust_remote_code: bool = False) -> tuple[int, int]:
+    """The rows of a target's embedding and the positions it can take, by its config; 0 rows where that names none."""
+    with loading(name):
+        config = AutoConfig.from_pretrained(source(name), trust_remote_code=trust_remote_code).get_text_config()
+    positions = getattr(config, "max_position_embeddings", None) or 1 << 30
+    return getattr(config, "vocab_size", None) or 0, positions
 
 
 def load_in_four_bits(name: str, dtype: torch.dtype, device: torch.device, trust_remote_code: bool) -> Any:

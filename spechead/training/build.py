@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from spechead.data.chat import keywords_of_data, template_warning
-from spechead.data.dataset import Sample, answers_of_other_models, build_samples, read_conversations, split_validation
+from spechead.data.dataset import Sample, answers_of_other_models
 from spechead.data.draft_vocabulary import draft_vocabulary
+from spechead.data.preparation.prepare import cut_at_positions, prepare, remarks
+from spechead.data.preparation.prepared import split_validation
+from spechead.data.preparation.settings import Preparation
+from spechead.data.template_record import recorded_template, template_warning
 from spechead.decoding.tree import parse_tree
 from spechead.heads import HEADS, Head
 from spechead.heads.init_from import InitHead
@@ -19,35 +22,55 @@ from spechead.target.model import Target
 from spechead.training.distributed import Ranks
 from spechead.training.joint import JointModule
 from spechead.training.module import FeatureCache, TrainingModule
-from spechead.training.recipe import Recipe
+from spechead.training.recipe import DataConfig, Recipe
 
 
 @dataclass
 class Data:
     """The samples of a run, and what was noticed about them."""
 
-    training: list[Sample]
-    validation: list[Sample]
+    training: Sequence[Sample]
+    validation: Sequence[Sample]
+    place: Callable[[int], str]  # of the conversation in its source, by `Sample.row`
     dropped: dict[str, int]  # number of unusable conversations by reason
     foreign: str  # how many answers are not marked as the target's own; empty where all are
 
 
 def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> Data:
-    """Read, tokenise and split the recipe's conversations; the first rank prints what is wrong with them."""
-    sources, keywords = recipe.data.sources(), recipe.target.template_kwargs
-    conversations = read_conversations(sources, recipe.data.limit)
-    samples = build_samples(conversations, target.tokenizer, recipe.data.max_length, keywords)
-    foreign = answers_of_other_models(conversations, target.name)
+    """Prepare the recipe's conversations, or find them prepared, and split them; the first rank prints what is wrong
+    with them."""
+    preparation = preparation_of(recipe.data, target, recipe.seed)
+    prepared = prepare(preparation, quiet=not ranks.first)
+    foreign = answers_of_other_models(prepared.written_by, target.name)
     if ranks.first:
-        for source in sources:
-            if warning := template_warning(keywords, keywords_of_data(source), f"{source} was written"):
+        for source in recipe.data.sources():
+            if warning := template_warning(target.chat.record(), recorded_template(source), f"{source} was written"):
                 print(f"data: {warning} (option target.template_kwargs)")
-        for why, count in samples.dropped.items():
-            print(f"data: {count} of {len(conversations)} conversations {why}")
+        for line in [*cut_at_positions(preparation), *remarks(prepared)]:
+            print(f"data: {line}")
         if foreign:
             print(f"data: {foreign}; a head learns most from the target's own answers (spechead data synthesize)")
-    training, validation = split_validation(samples.items, recipe.data.validation_share, recipe.seed)
-    return Data(training, validation, samples.dropped, foreign)
+    training, validation = split_validation(prepared.samples, recipe.data.validation_share, recipe.seed)
+    return Data(training, validation, prepared.samples.place, prepared.dropped, foreign)
+
+
+def preparation_of(data: DataConfig, target: Target, seed: int) -> Preparation:
+    """What the samples of a recipe for this target are made of, and how."""
+    return Preparation(
+        data.sources(),
+        target.chat,
+        data.max_length,
+        weights=data.weights,
+        history=data.history,
+        limit=data.limit,
+        seed=seed,
+        vocab_size=target.vocab_size,
+        positions=target.max_positions,
+        strict=data.strict,
+        streaming=data.streaming,
+        workers=data.workers,
+        prefix="data.",
+    )
 
 
 def bare_head(recipe: Recipe, target: Target) -> Head:

@@ -32,6 +32,7 @@ class FeatureCache:
     not kept."""
 
     def __init__(self, limit_gb: float) -> None:
+        self.enabled = limit_gb > 0
         self._free = limit_gb * 2**30
         self._outputs: dict[tuple[int, ...], TargetOutput] = {}  # by the sample ids of a batch
 
@@ -62,10 +63,13 @@ class TrainingModule(nn.Module):
 
     def frozen_output(self, batch: Batch) -> TargetOutput:
         """The frozen target's output, cached while memory lasts."""
-        out = self.cache.get(batch.rows)
+        if not self.cache.enabled:
+            return self.target_output(batch)
+        key = [*batch.rows, hash(batch.ids.cpu().numpy().tobytes())]  # several samples may be of one conversation
+        out = self.cache.get(key)
         if out is None:
             out = self.target_output(batch)
-            self.cache.add(batch.rows, out)
+            self.cache.add(key, out)
         return out
 
     def target_output(self, batch: Batch, gradient: bool = False) -> TargetOutput:

@@ -52,13 +52,26 @@ class DataConfig:
     """The conversations to train on."""
 
     train: list[str] | str = "shipped:data/sample.jsonl"
-    """JSONL files, hub datasets as hf:NAME[:SPLIT], or files that ship with spechead as shipped:PATH."""
+    """JSONL, JSON or Parquet files, folders of them, hub datasets as hf:NAME[:SPLIT], files that ship with spechead as
+    shipped:PATH; or one folder that `spechead data prepare` wrote."""
+    weights: Annotated[list[float], Range(above=0)] = field(default_factory=list)
+    """How often an epoch sees each conversation of each source, such as [1, 0.5]: all of the first and a random half of
+    the second. Empty: once."""
     max_length: AtLeastOne = 512
     """Conversations are cut after this many tokens; those with no answer left are dropped and counted."""
+    history: Literal["each", "last"] = "each"
+    """Where the chat template rewrites earlier turns: each, train on every turn as it is served, in samples of their
+    own; last, only on the last one."""
     validation_share: Share = 0.03
     """Share of the conversations held out for validation."""
     limit: Count = 0
     """Read only this many conversations; 0 reads all."""
+    strict: bool = False
+    """Refuse the first conversation that cannot be used, instead of dropping and counting them."""
+    streaming: bool = False
+    """Read hub datasets as they arrive, without a copy on the disk."""
+    workers: Count = 0
+    """Processes that tokenise; 0: one for each core where the data are large."""
 
     def sources(self) -> list[str]:
         """The training sources, with shipped: names resolved to paths."""

@@ -23,9 +23,11 @@ from spechead.training.recipe import LogConfig, Recipe
 STARTED, FINISHED, CHECKPOINTS = "recipe.json", "run.json", "checkpoints"
 # Options that may change when a run is resumed. Once it has finished, its head is chosen, and log.best may not.
 _FREE_AT_END = [f"log.{option.name}" for option in fields(LogConfig) if option.name != "best"]
+_FREE_AT_END += [f"data.{name}" for name in ("strict", "streaming", "workers")]
 _FREE_AT_END += ["out", "target.template_date", "engine.threads", "engine.feature_memory_gb"]
 _FREE_AT_END += ["engine.gradient_checkpointing"]
 FREE_OPTIONS = [*_FREE_AT_END, "log.best"]
+SPLIT_OPTIONS = ("max_length", "validation_share", "limit", "weights", "history")  # that decide what is held out
 
 
 def claim_run(recipe: Recipe, out: Path, ranks: Ranks, facts: dict[str, Any]) -> None:
@@ -95,7 +97,7 @@ def write_head(
 def head_meta(recipe: Recipe, steps: int, foreign: str, chat: ChatTemplate) -> dict[str, Any]:
     """How a head was trained, for its config.json. `foreign`: see `build.Data`."""
     target = recipe.target
-    split = {name: getattr(recipe.data, name) for name in ("max_length", "validation_share", "limit")}
+    split = {name: getattr(recipe.data, name) for name in SPLIT_OPTIONS}
     meta = {"data": recipe.data.train, "split": split | {"seed": recipe.seed}, "steps": steps}
     meta |= {"foreign": foreign} | chat.record()
     flags = {"four_bits": target.four_bits, "adapter": bool(recipe.adapter.peft)}

@@ -10,6 +10,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from spechead import __version__
 from spechead.data.dataset import Batch, collate, digest, plan_step
 from spechead.errors import UserError
 from spechead.files import locked, read_json, refuse_unwritable, write_json
-from spechead.heads import Head
 from spechead.heads.files import has_head
 from spechead.heads.init_from import target_warning
 from spechead.progress import Progress
@@ -112,7 +112,7 @@ def facts(run: Run) -> dict[str, Any]:
     """What identifies the target and the data of a run: see `run_folder.claim_run`."""
     data = run.data
     identity = {"target": run.module.head.target.fingerprint, "samples": len(data.training)}
-    return identity | {"data": digest([*data.training, *data.validation]), "foreign": data.foreign}
+    return identity | {"data": digest(chain(data.training, data.validation)), "foreign": data.foreign}
 
 
 def refuse_idle_patience(recipe: Recipe, total: int, held_out: int) -> None:
@@ -178,7 +178,7 @@ def train_step(run: Run, state: TrainState, metrics: RunningMetrics) -> None:
     supervised = int(run.ranks.sum(torch.tensor(sum(int(b.supervised.sum()) for b in batches))))
     for batch in batches:
         output = run.engine(batch, step)
-        _refuse_not_finite(output.loss, step, batch, run.module.head)
+        _refuse_not_finite(output.loss, step, batch, run)
         run.engine.backward(output.loss / supervised)
         run.engine.step()
         metrics.add(output, batch)
@@ -252,13 +252,14 @@ def _due(step: int, every: int, total: int) -> bool:
     return step == total or (every > 0 and step % every == 0)
 
 
-def _refuse_not_finite(loss: Tensor, step: int, batch: Batch, head: Head) -> None:
+def _refuse_not_finite(loss: Tensor, step: int, batch: Batch, run: Run) -> None:
     if torch.isfinite(loss):
         return
-    bad = [name for name, p in head.named_parameters() if not torch.isfinite(p).all()]
+    bad = [name for name, p in run.module.head.named_parameters() if not torch.isfinite(p).all()]
     where = f"parameter {bad[0]}" if bad else "an activation"
+    places = ", ".join(map(run.data.place, batch.rows))
     raise UserError(
-        f"step {step}: the loss is {float(loss.detach())} on conversation(s) {batch.rows}; "
+        f"step {step}: the loss is {float(loss.detach())} on the conversation(s) {places}; "
         f"the first tensor that is not finite is {where}. "
         "Lower optim.lr, or look at the conversation with `spechead data inspect`"
     )

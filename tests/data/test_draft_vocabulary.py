@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spechead.data import draft_vocabulary as module
 from spechead.data.dataset import Sample
-from spechead.data.draft_vocabulary import draft_vocabulary
+from spechead.data.draft_vocabulary import count_tokens, draft_vocabulary
 from spechead.errors import UserError
 
 
@@ -31,3 +32,11 @@ def test_draft_vocabulary_contains_the_most_frequent(tokens: list[int], size: in
     counted = [tokens[i] for i in range(len(tokens)) if supervised[i]]
     worst = min((counted.count(token), -token) for token in chosen)
     assert all((counted.count(t), -t) < worst for t in range(20) if t not in chosen)
+
+
+@pytest.mark.parametrize("block", [1, 3, 100])
+def test_tokens_are_counted_in_blocks(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK", block)
+    samples = [Sample(torch.tensor([1, 2, 2 + i]), torch.tensor([False, True, True]), i) for i in range(4)]
+    assert count_tokens(samples, 8).tolist() == [0, 0, 5, 1, 1, 1, 0, 0]
+    assert count_tokens([], 3).tolist() == [0, 0, 0]

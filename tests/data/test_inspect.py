@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
-from spechead.data import inspect as module
-from spechead.data.dataset import Sample
 from spechead.data.inspect import InspectOptions, evenly_spaced, inspect
+from spechead.data.preparation import prepare
+from spechead.data.preparation.prepare import SampleOptions
 from spechead.errors import UserError
 from tests.helpers.targets import make_target
 
@@ -19,7 +18,8 @@ from tests.helpers.targets import make_target
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     target = make_target()
-    monkeypatch.setattr(module, "load_tokenizer", lambda name, **_: target.tokenizer)
+    monkeypatch.setattr(SampleOptions, "load_chat", lambda _: target.chat)
+    monkeypatch.setattr(prepare, "load_limits", lambda *_, **__: (target.vocab_size, target.max_positions))
     ids = target.tokenizer.convert_ids_to_tokens
     monkeypatch.setattr(target.tokenizer, "decode", lambda tokens, **_: "".join(ids(tokens)))
     answers = ["Yo", "Yes [bold]", "", "Fine" * 30]
@@ -46,7 +46,7 @@ def test_supervised_runs_stand_in_brackets_where_there_is_no_terminal(file: Path
     text, _ = shown(InspectOptions(file=str(file), max_length=60, show=2))
     assert "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Yo<|im_end|>⟧\n" in text
     assert "⟦Yes [bold]<|im_end|>⟧" in text, "text of the data is not markup"
-    assert "conversation 0, maths" in text and "\x1b" not in text
+    assert f"{file} line 1, maths" in text and "\x1b" not in text
 
 
 def test_supervised_runs_are_coloured_on_a_terminal(file: Path) -> None:
@@ -60,15 +60,41 @@ def test_counts(file: Path) -> None:
     assert counts == {
         "conversations": 4,
         "usable": 3,
+        "samples": 3,
         "truncated": 1,
-        "tokens": prompt + 4 + prompt + 12 + 60,
+        "tokens": prompt + 3 + prompt + 11 + 60,
         "supervised tokens": 3 + 11 + 39,
         "longest": 60,
+        "surrogates replaced": 0,
         "kinds": {"coding": 2, "maths": 1},
-        "written by": {"tiny-llama": 4},
+        "written by": {"tiny-llama": 3},
+        "noticed": {},
         "dropped": {"empty answer": 1},
     }
-    assert "empty answer" in text and "supervised tokens" in text
+    assert "supervised tokens" in text and text.splitlines()[-1].strip() == f"empty answer: {file} line 3"
+
+
+def test_a_prepared_set_is_inspected_like_its_source(file: Path, tmp_path: Path) -> None:
+    options = InspectOptions(file=str(file), max_length=600, show=2)
+    text, counts = shown(options)
+    prepare.prepare(options.preparation([str(file)]), tmp_path / "set")
+    again, same = shown(InspectOptions(file=str(tmp_path / "set"), max_length=20, show=2))
+    cut = "samples are cut at the target's 256 positions, below max_length 600\n"
+    assert same == counts and cut in text and again == text.replace(cut, "")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]},
+        {"prompt": "Hi", "response": "Yo"},
+        {"instruction": "Hi", "output": "Yo"},
+    ],
+)
+def test_every_layout_is_inspected(file: Path, row: dict[str, Any]) -> None:
+    file.write_text(json.dumps([row]))
+    text, _ = shown(InspectOptions(file=str(file.rename(file.with_suffix(".json")))))
+    assert "user\nHi<|im_end|>\n<|im_start|>assistant\n⟦Yo<|im_end|>⟧" in text and "row 1, no kind" in text
 
 
 def test_a_file_of_which_nothing_can_be_used_is_an_error(file: Path) -> None:
@@ -79,7 +105,4 @@ def test_a_file_of_which_nothing_can_be_used_is_an_error(file: Path) -> None:
 
 
 def test_samples_are_evenly_spaced_over_the_file() -> None:
-    samples = [Sample(torch.zeros(1), torch.zeros(1), row) for row in range(10)]
-    assert [sample.row for sample in evenly_spaced(samples, 3)] == [0, 3, 6]
-    assert [sample.row for sample in evenly_spaced(samples[:2], 5)] == [0, 1]
-    assert evenly_spaced([], 2) == []
+    assert evenly_spaced(10, 3) == [0, 3, 6] and evenly_spaced(2, 5) == [0, 1] and evenly_spaced(0, 2) == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from spechead.cli import main
 from spechead.data.prompts import read_prompts
 from spechead.decoding.tree import Static, parse_tree
+from spechead.errors import UserError
 from spechead.evaluation import tune
 from spechead.evaluation.tree_search import Costs
 from spechead.files import shipped
@@ -47,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     options.template = dict  # type: ignore[method-assign]
     texts = tune.calibration_texts(options, target)
     assert all(len(text.ids) - text.supervised.int().argmax() == 20 for text in texts)
-    save_head(trained("medusa", target, texts, 3), root / "head", {"note": "kept"})
+    save_head(trained("medusa", target, list(texts), 3), root / "head", {"note": "kept"})
     spoken = [[("user", "ab"), ("assistant", "cd cd cd")], [("user", "x"), ("assistant", "y y y y")]]
     talks = [{"messages": [{"role": r, "content": c} for r, c in talk]} for talk in spoken]
     (root / "data.jsonl").write_text("\n".join(map(json.dumps, talks)))
@@ -144,10 +146,8 @@ def test_conversations_that_the_target_wrote_are_no_warning(folder: Path, capsys
 
 
 def test_by_default_it_is_what_the_recipes_keep_out_of_training(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    read = tune.dataset.read_conversations
-    monkeypatch.setattr(
-        tune.dataset, "read_conversations", lambda source, _: read(source, 120)
-    )  # the whole takes a while
+    prepare = tune.prepare
+    monkeypatch.setattr(tune, "prepare", lambda whole: prepare(replace(whole, limit=120)))  # the whole takes a while
     options = tune.TuneOptions(head=str(folder / "head"), limit=3, max_new_tokens=4)
     options.template = dict  # type: ignore[method-assign]
     texts = tune.calibration_texts(options, make_target())
@@ -199,6 +199,13 @@ def test_mistakes_are_named_before_anything_is_loaded(
         main.main(["tune", "--head", "h", *more])
     err = capsys.readouterr().err
     assert exit_.value.code == 2 and message in err and err.count("\n") == 1
+
+
+def test_a_tree_is_not_chosen_on_documents(folder: Path) -> None:
+    (folder / "documents.jsonl").write_text('{"text": "once upon a time"}\n')
+    options = tune.TuneOptions(head="h", data=str(folder / "documents.jsonl"))
+    with pytest.raises(UserError, match="option data: the data are documents, a tree is chosen on chats"):
+        tune.calibration_texts(options, make_target())
 
 
 def test_a_head_is_needed(capsys: pytest.CaptureFixture[str]) -> None:

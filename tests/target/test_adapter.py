@@ -17,7 +17,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spechead.cli.main import main
-from spechead.data.dataset import build_samples, collate, read_conversations
+from spechead.data.dataset import collate
+from spechead.data.preparation.prepare import prepare
+from spechead.data.preparation.settings import Preparation
 from spechead.decoding.generate import Speculation, generate
 from spechead.decoding.tree import parse_tree
 from spechead.errors import UserError
@@ -267,8 +269,8 @@ def test_the_distillation_pulls_at_nothing_while_the_adapter_says_nothing(folder
     target = Target.load(str(folder / "target"), pack=False)
     head = HEADS["medusa"](HEADS["medusa"].Config(n_heads=2), target)
     adapter = target.adapt({"r": 4, "target_modules": "all-linear"})
-    conversations = read_conversations([str(folder / "data.jsonl")], 0)
-    batch = collate(build_samples(conversations, target.tokenizer, 64, {}).items[:2], 64)
+    samples = prepare(Preparation([str(folder / "data.jsonl")], target.chat, 64)).samples
+    batch = collate(samples[:2], 64)
     pull, losses = {}, {}
     for loss in ("distill", "text"):
         module = JointModule(head, FeatureCache(0), adapter, AdapterConfig(loss=loss, start_share=0), total=2)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from spechead.errors import UserError
 from spechead.target import loading
-from spechead.target.loading import choose_device, dtype_name, fingerprint, load_tokenizer
+from spechead.target.loading import choose_device, dtype_name, fingerprint, load_limits, load_tokenizer
 from spechead.target.model import Target
 from spechead.target.options import TemplateOptions
 from tests.helpers.targets import CHATML, make_target, make_toy_tokenizer
@@ -120,3 +120,10 @@ def test_weights_that_the_files_lack_are_not_left_at_random_values(family: str, 
     target.model.save_pretrained(tmp_path, state_dict={key: value for key, value in state.items() if key != name})
     with pytest.raises(UserError, match="its files lack 1 weights"):
         Target.load(str(tmp_path), device="cpu", pack=False)
+
+
+def test_the_limits_of_a_target_are_read_without_its_weights(tmp_path: Path) -> None:
+    make_target().model.config.save_pretrained(tmp_path)
+    assert load_limits(str(tmp_path)) == (97, 256)
+    with pytest.raises(UserError, match="target '.*absent' cannot be loaded"):
+        load_limits(str(tmp_path / "absent"))

@@ -46,3 +46,12 @@ def test_a_head_is_one_group_with_the_recipes_schedule(target: Target) -> None:
     assert group.lr == 0.5 and (group.factor(0), group.factor(1)) == (0.5, 1.0)
     assert sum(p.numel() for p in group.parameters) == sum(p.numel() for p in head.parameters())
     assert torch.is_tensor(group.parameters[0])
+
+
+def test_samples_of_one_conversation_have_their_own_outputs(target: Target) -> None:
+    one, other = sample(target, 6, 1), sample(target, 6, 2)
+    assert one.row == other.row
+    module = TrainingModule(make_head("eagle3", target), FeatureCache(1))
+    first, second = (module.frozen_output(collate([text], 64)).hidden for text in (one, other))
+    assert not torch.equal(first, second)
+    assert torch.equal(module.frozen_output(collate([one], 64)).hidden, first)

@@ -91,7 +91,8 @@ def test_what_a_head_file_says_of_its_training() -> None:
     recipe = load_recipe(overrides=["--data.limit", "7", "--seed", "5", "--target.four_bits", "true"])
     meta = head_meta(recipe, 12, "3 of 4", ChatTemplate(make_toy_tokenizer(), keywords={"thinking": False}))
     assert meta["template_kwargs"] == {"thinking": False} and meta["template_date"] == ""
-    assert meta["split"] == {"max_length": 512, "validation_share": 0.03, "limit": 7, "seed": 5}
+    split = {"max_length": 512, "validation_share": 0.03, "limit": 7, "weights": [], "history": "each", "seed": 5}
+    assert meta["split"] == split
     assert (meta["steps"], meta["foreign"], meta["four_bits"]) == (12, "3 of 4", True) and "adapter" not in meta
     masters = {"head.fc.weight": torch.ones(1), "adapter_parameters.0": torch.zeros(1)}
     assert list(head_weights(masters)) == ["fc.weight"]

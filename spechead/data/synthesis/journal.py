@@ -20,7 +20,7 @@ from spechead.files import claim, locked, make_folder, read_json, reason, remove
 
 Entry = dict[str, Any]  # {"number": row in the source, ...}
 Place = tuple[Path, int]  # a journal, and the offset of a line in it
-SETTINGS, LINES = "settings.json", "conversations.jsonl"
+SETTINGS, LINES = "settings.json", "conversations.journal"
 
 
 class Journal:

@@ -26,7 +26,7 @@ from spechead.data.synthesis.dialogue import Answer, Dialogue, split_turns
 from spechead.data.synthesis.journal import Entries, Entry, Journal, Place
 from spechead.data.synthesis.server import ChatServer, warning_of
 from spechead.errors import UserError
-from spechead.files import make_folder, remove, replacing, write_json
+from spechead.files import refuse_unwritable, remove, replacing, write_json
 from spechead.options import Range
 from spechead.progress import Progress
 from spechead.target.bundled import NAME as BUNDLED
@@ -106,7 +106,7 @@ FREE_OPTIONS = {
 
 def regenerate(options: RegenerateOptions) -> dict[str, Any]:
     """Write `options.out`; returns the content of OUT.meta.json, or {} where other processes are still at work."""
-    make_folder(options.out.resolve().parent)
+    refuse_unwritable(options.out.resolve().parent)
     source = survey(options)
     rank, world = process()
     writer: ServerWriter | TargetWriter = ServerWriter(options) if options.server else TargetWriter(options)
@@ -338,7 +338,7 @@ class Rate:
     def __call__(self, tokens: int) -> None:
         self.tokens += tokens
         rate = self.tokens / max(1e-9, time.monotonic() - self.started)
-        self.progress.advance(0, note=f"{rate:.0f} tokens/s")
+        self.progress.advance(0, note=f"{rate:.0f} tokens/s" if self.tokens else "")  # a server may not tell
 
 
 # ------------------------------------------------------------------------------------------------ the result

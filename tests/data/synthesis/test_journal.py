@@ -33,7 +33,7 @@ def test_entries_of_all_processes_are_found_by_number(tmp_path: Path) -> None:
 def test_a_half_written_line_is_not_counted_and_goes_before_the_next(tmp_path: Path, torn: bytes) -> None:
     out = tmp_path / "out.jsonl"
     add(Journal(out), 0, 1)
-    path = next(tmp_path.rglob("conversations.jsonl"))
+    path = next(tmp_path.rglob("conversations.journal"))
     with path.open("ab") as file:
         file.write(torn)
     assert sorted(Journal(out).finished()) == [0, 1]
@@ -45,7 +45,7 @@ def test_a_half_written_line_is_not_counted_and_goes_before_the_next(tmp_path: P
 def test_lines_that_are_no_entries_are_not_counted(tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     add(Journal(out), 0)
-    path = next(tmp_path.rglob("conversations.jsonl"))
+    path = next(tmp_path.rglob("conversations.journal"))
     with path.open("ab") as file:
         file.write(b'\0\0\0\n[]\n{"number": "x"}\n{"text": 1}\n')
     add(Journal(out), 1)

@@ -1,0 +1,1 @@
+"""Conversations to a data set of samples on disk."""
