@@ -24,7 +24,6 @@ import torch
 
 from spechead import __version__
 from spechead.cli.main import one_line_errors
-from spechead.data import chat
 from spechead.data.prompts import read_prompts
 from spechead.data.synthesis.continuous import Continuation, ContinuousDecoder, Request, use_batch_attention
 from spechead.errors import UserError
@@ -86,10 +85,7 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"option json: {options.json} is a folder, name a file")
         make_folder(Path(options.json).parent)
     target = options.load()
-    prompts = [
-        chat.prompt_ids(target.tokenizer, [{"role": "user", "content": text}], options.template_kwargs)
-        for text in texts
-    ]
+    prompts = [target.chat.prompt_ids([{"role": "user", "content": text}]) for text in texts]
     if max(map(len, prompts)) + options.max_new_tokens > target.max_positions:
         raise UserError(
             f"option max_new_tokens: with the longest prompt, it exceeds the {target.max_positions} positions of "

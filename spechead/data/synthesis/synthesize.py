@@ -7,16 +7,14 @@ own file in OUT.partial/, so that an interrupted command resumes and produces th
 """
 
 import dataclasses
-import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from spechead.data import chat
 from spechead.data.prompts import read_prompts
 from spechead.data.synthesis.continuous import Continuation, ContinuousDecoder, Request
 from spechead.data.synthesis.filters import (
@@ -34,6 +32,7 @@ from spechead.files import claim, make_folder, read_json, remove, write_json, wr
 from spechead.options import Range
 from spechead.progress import Progress
 from spechead.target.bundled import NAME as BUNDLED
+from spechead.target.chat_template import Message
 from spechead.target.model import Target
 from spechead.target.options import TargetOptions
 
@@ -128,7 +127,7 @@ class Conversation:
     """A conversation while it is written."""
 
     kind: str
-    messages: list[dict[str, str]]
+    messages: list[Message]
     answer_ids: list[list[int]] = field(default_factory=list)  # as written, with the end of the turn where it came
     finish: str = ""  # "eos" or "length": what ended the last answer
 
@@ -137,7 +136,7 @@ class Conversation:
             "kind": self.kind,
             "finish": self.finish,
             "target": target.name,
-            "tokenizer": tokenizer_digest(target.tokenizer),
+            "tokenizer": target.chat.tokenizer_digest,
         }
         return {"messages": self.messages, "answer_ids": self.answer_ids, "meta": meta}
 
@@ -155,12 +154,12 @@ class Writer:
             openings.append(self.steering(next(iter(weights)), probe))
         # The token that ends a user's turn is not always one that ends an answer.
         self.prompt_stops = target.eos_ids | {
-            token for s in openings for token in closing_tokens(target.tokenizer, s.closing)
+            token for s in openings for token in closing_tokens(target.chat, s.closing)
         }
 
-    def steering(self, kind: str, earlier: list[dict[str, str]] | None = None) -> Steering:
+    def steering(self, kind: str, earlier: Sequence[Message] = ()) -> Steering:
         system = system_text(kind, self.options.language)
-        return steering(self.target.tokenizer, system, self.options.template_kwargs, earlier)
+        return steering(self.target.chat, system, earlier)
 
     def round(self, gathered: Gathered) -> Round:
         """The next round after those gathered."""
@@ -226,8 +225,8 @@ class Writer:
 
     def user_texts(self, starts: list[tuple[Steering, str]], chooser: random.Random) -> list[tuple[str, bool]]:
         """A user's message after each opening, which may contain its first words, and whether it was ended."""
-        tokenizer, options = self.target.tokenizer, self.options
-        prompts = [chat.tokenize(tokenizer, start.opening + words) for start, words in starts]
+        options = self.options
+        prompts = [self.target.chat.tokenize(start.opening + words) for start, words in starts]
         cap, temperature = options.max_prompt_tokens, options.prompt_temperature
         written = self.write("writing prompts", prompts, cap, temperature, self.prompt_stops, chooser)
         texts = []
@@ -241,8 +240,8 @@ class Writer:
     ) -> list[Conversation]:
         """Answer the last message; returns the conversations whose answer passed the filters. The others lose that
         message again, and are dropped where it was their first."""
-        tokenizer, options = self.target.tokenizer, self.options
-        prompts = [chat.prompt_ids(tokenizer, c.messages, options.template_kwargs) for c in conversations]
+        options = self.options
+        prompts = [self.target.chat.prompt_ids(c.messages) for c in conversations]
         cap, temperature = options.max_new_tokens, options.temperature
         written = self.write("answering", prompts, cap, temperature, self.target.eos_ids, chooser)
         kept = []
@@ -294,13 +293,6 @@ class Writer:
 
     def text(self, written: Continuation) -> str:
         return without_surrogates(self.target.tokenizer.decode(written.tokens, skip_special_tokens=False))
-
-
-def tokenizer_digest(tokenizer: Any) -> str:
-    """Identifies the tokens of a tokenizer and their ids."""
-    # TODO(merge): ChatTemplate.tokenizer_digest of the target's chat template instead
-    tokens = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------ kinds
