@@ -52,7 +52,7 @@ class RegenerateOptions(TargetOptions):
     server: str = field(default="", kw_only=True)
     """Address of a server with OpenAI's protocol, up to /v1, that answers instead; key: OPENAI_API_KEY."""
     model: str = field(default="", kw_only=True)
-    """Name of the target at the server; may be left out where it serves one."""
+    """Name of the target at the server; may be left out where it serves one model, or the target under its name."""
     concurrency: Annotated[int, Range(1)] = field(default=16, kw_only=True)
     """Requests that the server has at a time."""
     timeout: Annotated[float, Range(above=0)] = field(default=600.0, kw_only=True)
@@ -251,7 +251,7 @@ class ServerWriter:
             retries=options.retries,
             prompt_ids=self.chat.prompt_ids if self.chat else None,
         )
-        self.server.choose_model()
+        self.server.choose_model(options.target)
         target = f"{options.target} with {options.adapter}" if options.adapter else options.target
         self.name = target or self.server.model
         self.settings = {"target": self.name, "served": self.server.model}

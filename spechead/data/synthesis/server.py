@@ -66,8 +66,9 @@ class ChatServer:
 
     # -------------------------------------------------------------------------------------------- the model
 
-    def choose_model(self) -> None:
-        """Check that the server is there and serves `model`; an empty name becomes that of its only model."""
+    def choose_model(self, likely: str = "") -> None:
+        """Check that the server is there and serves `model`; an empty name becomes that of its only model, or `likely`
+        where that is one of several."""
         import httpx
 
         address = f"{self.url}/models"
@@ -82,8 +83,8 @@ class ChatServer:
             raise UserError(f"option server: {address} lists no models; does the address end in /v1?") from error
         if not reply.is_success:
             raise self._unusable(reply.status_code, address)
-        if not self.model and len(names) == 1:
-            self.model = names[0]
+        if not self.model and (len(names) == 1 or likely in names):
+            self.model = likely if likely in names else names[0]
         if self.model not in names:
             given = f"{self.model!r} is not served" if self.model else "is needed"
             raise UserError(f"option model: {given} at {self.url}, which has {', '.join(names[:5]) or 'none'}")

@@ -287,8 +287,9 @@ def test_a_server_that_is_not_there_is_one_line() -> None:
         ChatServer(url=address, model="target", settings={}).choose_model()
 
 
-def test_the_only_model_of_a_server_needs_no_name() -> None:
-    with chat_server(models=["tiny"]) as server:
+@pytest.mark.parametrize(("models", "likely"), [(["tiny"], ""), (["tiny"], "org/x"), (["a", "tiny", "b"], "tiny")])
+def test_the_only_model_of_a_server_or_the_likely_one_needs_no_name(models: list[str], likely: str) -> None:
+    with chat_server(models=models) as server:
         client = ChatServer(url=server.address, model="", settings={})
-        client.choose_model()
+        client.choose_model(likely)
     assert client.model == "tiny"
