@@ -18,7 +18,7 @@ from spechead.drafters.base import Drafter, can_draft
 from spechead.drafters.parse import parse_drafter
 from spechead.errors import UserError
 from spechead.evaluation.aggregate import first_difference
-from spechead.evaluation.options import DecodingOptions
+from spechead.evaluation.options import DecodingOptions, note_ignored_generation
 from spechead.files import clean
 from spechead.heads import Head
 from spechead.target.model import Target
@@ -71,6 +71,7 @@ def stream_answer(options: GenerateOptions) -> None:
     with notes.status("loading the target and its drafter"):
         target = options.load_target()
         drafter = options.load_drafter(options.drafter, target) if options.drafter else options.load_head(target)
+    note_ignored_generation(target)
     ids = _encode_prompt(options, target)
 
     def decode(drafter: Drafter | None, on_commit: OnCommit | None = None, cap: int = 0) -> Generation:

@@ -23,6 +23,7 @@ from spechead.decoding.timing import PhaseTimer, phase
 from spechead.decoding.tree import Tree
 from spechead.decoding.verify import Accepted
 from spechead.drafters.base import Drafter
+from spechead.errors import UserError
 from spechead.target.cache import KVCache
 from spechead.target.model import Target, TargetOutput
 
@@ -33,7 +34,7 @@ RANKED = Speculation()
 
 def generate(
     target: Target,
-    prompt: Sequence[int],
+    prompt: Sequence[int] | Tensor,
     drafter: Drafter | None = None,
     *,
     speculation: Speculation = RANKED,
@@ -47,7 +48,8 @@ def generate(
 
     Without `drafter` this is plain decoding, without `sampler` greedy. `on_commit(tokens, accepted)` is called after
     the prefill with the first token and 0, then after each pass with its tokens, of which the first `accepted` were
-    drafts. Raises UserError where the prompt is empty or longer than the target's positions.
+    drafts. Raises UserError where the prompt, a sequence or tensor of token ids [P], is empty, longer than the target's
+    positions or has ids without an embedding, and where the target computes values that are not finite.
     """
     return generate_batch(
         target,
@@ -64,7 +66,7 @@ def generate(
 
 def generate_batch(
     target: Target,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int] | Tensor],
     drafter: Drafter | None = None,
     *,
     speculation: Speculation = RANKED,
@@ -81,6 +83,8 @@ def generate_batch(
     """
     if drafter is None or speculation.tree is None:
         speculation = replace(speculation, tree=drafter.tree if drafter else None)
+    if len(prompts) == 0:
+        raise UserError("no prompts; decoding needs at least one")
     timer = PhaseTimer(target.device)
     sequences = [
         ActiveSequence(target, prompt, sampler, speculation, max_new_tokens, stop, keep_gaps)
@@ -129,7 +133,9 @@ class _Batch:
         ids = torch.zeros(len(lengths), max(lengths), dtype=torch.long, device=self._target.device)  # [B, P]
         for row, sequence in enumerate(self.active):
             ids[row, : lengths[row]] = sequence.ids
-        out = self._target.forward(ids, taps=self._taps, cache=self._cache)
+        last = torch.tensor(lengths, device=ids.device)[:, None] - 1  # [B, 1]
+        positions = torch.arange(ids.shape[1], device=ids.device).minimum(last)  # [B, P]; none beyond its own text
+        out = self._target.forward(ids, taps=self._taps, cache=self._cache, positions=positions)
         self._cache.set_lengths(lengths)
         for row, sequence in enumerate(self.active):
             prompt = out.row(row, lengths[row])
@@ -144,6 +150,7 @@ class _Batch:
     @phase("verify")
     def verify(self, trees: Sequence[Tree]) -> _Verified:
         """Run the target once over all trees."""
+        self._reread()
         self._past = self._cache.length
         inputs = _inputs(self._target, trees, self.active)
         nodes = self._target.forward(**inputs, taps=self._taps, cache=self._cache)
@@ -152,8 +159,8 @@ class _Batch:
     @phase("accept")
     def accept(self, trees: Sequence[Tree], verified: _Verified) -> list[Accepted]:
         """The accepted path of each tree, and the tokens to commit."""
-        rows = zip(self.active, trees, verified.logits, strict=True)
-        return [sequence.accept(tree, logits) for sequence, tree, logits in rows]
+        rows = zip(self.active, trees, verified.logits, verified.nodes.hidden, strict=True)
+        return [sequence.accept(tree, logits, hidden) for sequence, tree, logits, hidden in rows]
 
     @phase("keep")
     def keep(self, accepted: Sequence[Accepted]) -> None:
@@ -166,6 +173,12 @@ class _Batch:
         for row, (sequence, result) in enumerate(zip(self.active, accepted, strict=True)):
             sequence.commit(result, verified.nodes.row(row))
         self._drop_finished()
+
+    def _reread(self) -> None:
+        """Read the texts again whose rotary positions change, as a whole, with the token that comes next."""
+        for row, sequence in enumerate(self.active):
+            if self._target.outgrows(sequence.length - 1, sequence.length):
+                self._target.reread(self._cache, row, sequence.ids)
 
     def _drop_finished(self) -> None:
         rows = [row for row, sequence in enumerate(self.active) if not sequence.finish_reason]

@@ -5,6 +5,7 @@ Legend: P prompt tokens, N nodes of the largest tree of a pass, n nodes of this 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
@@ -78,13 +79,14 @@ class ActiveSequence:
     def __init__(
         self,
         target: Target,
-        prompt: Sequence[int],
+        prompt: Sequence[int] | Tensor,
         sampler: Sampler,
         speculation: Speculation,
         max_new_tokens: int,
         stop: Sequence[str],
         keep_gaps: bool,
     ) -> None:
+        prompt = _token_ids(target, prompt)
         self.cap = _cap(target, len(prompt), max_new_tokens)
         self.finish_reason = ""
         self.tokens: list[int] = []
@@ -110,6 +112,7 @@ class ActiveSequence:
 
     def begin(self, out: TargetOutput, logits: Tensor, drafter: Drafter | None) -> None:
         """Draw the first token from the prefill's last logits [1, V]; `out` [1, P, ...] is the prompt's."""
+        self._target.check_finite(out.hidden, logits)
         logits = self._sampler.processed(logits, Tree.root(self.ids[-1:]), self.ids)
         first = self._sampler.draw(logits, [self.length])  # [1]
         self.gaps += _gaps(logits, [0]) if self._keep_gaps else []
@@ -118,23 +121,32 @@ class ActiveSequence:
         self._append(first.tolist(), first, 0)
 
     def propose(self, drafter: Drafter | None) -> Tree:
-        """The drafter's tree, without drafts beyond the cap."""
+        """The drafter's tree, without drafts beyond the cap, nor from one side of the rotary border to the other."""
         plan = self._speculation.tree
         room = self.cap - len(self.tokens) - 1  # for drafts, one token being the bonus
         if drafter is None or plan is None or room < 1:
             return Tree.root(self._fresh[-1:])
+        border = self._target.rotary_border
+        if border is not None and self.length <= border:
+            room = min(room, border - self.length)
         temperature = self._speculation.draft_temperature
         drawing = Drawing(temperature, self._random) if temperature else None
-        return drafter.propose(self._state, self._fresh, self._out, plan.limited(room), drawing).pruned(room)
+        plan = plan.limited(max(room, 1))  # without room the drafter still has to read the fresh tokens
+        return drafter.propose(self._state, self._fresh, self._out, plan, drawing).pruned(room)
 
-    def accept(self, tree: Tree, logits: Tensor) -> Accepted:
-        """The drafts to accept, given the target's logits [N, V], those of the tree's n nodes first."""
-        logits = self._sampler.processed(logits[: len(tree)], tree, self.ids)  # [n, V]
+    def accept(self, tree: Tree, logits: Tensor, hidden: Tensor) -> Accepted:
+        """The drafts to accept, given the target's logits [N, V] and final hidden states [N, H], those of the tree's n
+        nodes first."""
+        raw, hidden = logits[: len(tree)], hidden[: len(tree)]
+        logits = self._sampler.processed(raw, tree, self.ids)  # [n, V]
         if self._speculation.rule == "exact_match":
             deepest = min(self._speculation.tree.depth if self._speculation.tree else 0, len(tree) - 1)
             places = range(self.length, self.length + deepest + 1)
-            result = exact_match(tree, self._sampler.draw(logits, places, tree.depths))
+            drawn = self._sampler.draw(logits, places, tree.depths)  # [n]; NaN and infinity are drawn before all others
+            result = exact_match(tree, drawn)
+            self._check_finite(raw.gather(1, drawn[:, None]), hidden, raw)
         else:
+            self._check_finite(raw.amax(-1), hidden, raw)
             rule = RULES[self._speculation.rule].function
             result = rule(tree, self._sampler.probabilities(logits), self._random)
         self.gaps += _gaps(logits, result.path) if self._keep_gaps else []
@@ -151,6 +163,11 @@ class ActiveSequence:
         self.stats.passes += 1
         self.stats.tokens += new
         self.stats.committed.append(new)
+
+    def _check_finite(self, largest: Tensor, hidden: Tensor, logits: Tensor) -> None:
+        """Raise UserError where the largest logits are not finite, which shows without a look at all of them."""
+        if not largest.isfinite().all():
+            self._target.check_finite(hidden, logits)
 
     def _append(self, tokens: list[int], ids: Tensor, accepted: int) -> int:
         """Append `tokens`, which `ids` has on the device, up to the first end; returns how many were appended."""
@@ -185,6 +202,22 @@ class ActiveSequence:
         return any(text in tail for text in self._stop)
 
 
+def _token_ids(target: Target, prompt: Sequence[int] | Tensor) -> list[int]:
+    """The prompt as a list. Raises UserError where it is no sequence of ids that the target has embeddings for."""
+    try:
+        ids = [operator.index(token) for token in (prompt.tolist() if hasattr(prompt, "tolist") else prompt)]
+    except TypeError:
+        raise UserError("a prompt must be a sequence of token ids, such as [5, 7, 9] or a tensor [P]") from None
+    unknown = sorted({token for token in ids if not 0 <= token < target.vocab_size})
+    if unknown:
+        more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+        raise UserError(
+            f"the prompt has token ids {', '.join(map(str, unknown[:5]))}{more}, but the embedding of target "
+            f"{target.name!r} has {target.vocab_size} rows; its tokenizer may be that of another model"
+        )
+    return ids
+
+
 def _cap(target: Target, prompt: int, max_new_tokens: int) -> int:
     """The number of new tokens that the target has positions for, at most `max_new_tokens`."""
     if prompt == 0:
@@ -192,9 +225,7 @@ def _cap(target: Target, prompt: int, max_new_tokens: int) -> int:
     if max_new_tokens < 1:
         raise UserError(f"option max_new_tokens: must be at least 1, got {max_new_tokens}")
     if prompt >= target.max_positions:
-        raise UserError(
-            f"the prompt has {prompt} tokens, but target {target.name!r} has {target.max_positions} positions"
-        )
+        raise UserError(f"the prompt has {prompt} tokens, but target {target.name!r} has {target.positions_text}")
     return min(max_new_tokens, target.max_positions - prompt)
 
 

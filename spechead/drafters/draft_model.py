@@ -28,6 +28,7 @@ class DraftState:
     """The draft model's state of one sequence."""
 
     first: Tensor  # int64 [1] the first token, which `fresh` never contains
+    text: Tensor  # int64 [committed], kept for draft models that may have to read it again
     cache: KVCache = field(default_factory=KVCache)
     committed: int = 0  # tokens of the sequence so far; rows of the cache after them are drafts
 
@@ -49,7 +50,7 @@ class DraftModel:
         self.common = min(target.vocab_size, draft.vocab_size)  # D
 
     def new_state(self, prompt: Tensor) -> DraftState:  # int64 [P]
-        return DraftState(prompt[:1])
+        return DraftState(prompt[:1], prompt[:0])
 
     def rewind(self, state: DraftState, length: int) -> None:
         """Drop all tokens from position `length` on."""
@@ -73,8 +74,16 @@ class DraftModel:
         Returns the tokens that the draft model has not read yet, and the number of positions left for drafts.
         """
         unread = fresh if state.committed else torch.cat([state.first, fresh])
-        state.cache.crop(state.committed)
+        known = state.committed
+        state.cache.crop(known)
         state.committed += unread.shape[0]
+        if self.draft.rotary_border is not None:
+            state.text = torch.cat([state.text[:known], unread])
+            if self.draft.outgrows(known, state.committed):
+                unread = unread[-1:]
+                state.cache.crop(0)
+                self.read(state.cache, state.text)
+                state.cache.crop(state.committed - 1)
         return unread, self.draft.max_positions - state.committed
 
     def read(

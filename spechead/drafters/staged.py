@@ -67,7 +67,8 @@ class Staged:
         chain = _Chain(min(plan.depth, room), plan.floor, drawing)
         unseen = fresh  # tokens that tiny has not read yet
         if not chain.ended and not cache.length:  # without a mask, whose size is quadratic in the prompt
-            middle.read(cache, unread[:-1])
+            middle.read(cache, unread)  # with the last token, since rotary factors may depend on the length
+            cache.crop(unread.shape[0] - 1)
             unread = unread[-1:]
         while not chain.ended:
             left = chain.depth - len(chain.tokens) - 1  # useful drafts: the middle adds a token of its own

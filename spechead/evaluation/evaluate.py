@@ -22,7 +22,7 @@ from spechead.errors import UserError
 from spechead.evaluation import aggregate, measure
 from spechead.evaluation.aggregate import Comparison, Decoded, Reference
 from spechead.evaluation.measure import DEFAULT_PROMPTS, MeasureOptions, Mode, Question
-from spechead.evaluation.options import DecodingOptions
+from spechead.evaluation.options import DecodingOptions, note_ignored_generation
 from spechead.evaluation.page import write_html
 from spechead.evaluation.report import print_report
 from spechead.files import make_folder, reason, write_json
@@ -63,6 +63,7 @@ def evaluate(options: EvalOptions) -> dict[str, Any]:
     _check_writable(out)
 
     target = options.load_target()
+    note_ignored_generation(target)
     modes = measure.make_modes(options, target)
     for mode in modes:
         options.speculation(mode.plan)  # refuses a drafter's own tree if the options do not fit it
@@ -234,6 +235,7 @@ def _settings(options: EvalOptions, modes: Sequence[Mode], target: Target) -> di
         "rule": options.speculation().rule,
         "draft_dtype": target.drafting_dtype(options.draft_dtype),
         "target_fingerprint": target.fingerprint,
+        "ignored_generation": target.ignored_generation,
         "foreign_data": options.head_info().foreign_data if options.head else "",
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"spechead": __version__} | {name: version(name) for name in ("torch", "transformers")},

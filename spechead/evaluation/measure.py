@@ -104,7 +104,7 @@ def encode_prompts(prompts: Sequence[Prompt], target: Target, options: ModelOpti
         if room < 2:
             raise UserError(
                 f"option prompts: prompt {prompt.question_id} has {len(ids)} tokens, "
-                f"too many for the {target.max_positions} positions of {target.name}"
+                f"too many for target {target.name!r}, which has {target.positions_text}"
             )
         questions.append(Question(prompt, ids, min(options.max_new_tokens, room), seed + index))
     return questions
@@ -170,21 +170,28 @@ def decode(
 
 
 def decode_by_generate(target: Target, question: Question, **settings: Any) -> Reference:
-    """Decode with transformers' generate on the same model object, greedily unless `settings` change that."""
-    ids = torch.tensor([question.ids], device=target.device)  # [1, P]
-    greedy: dict[str, Any] = {"do_sample": False, "repetition_penalty": 1.0}
-    greedy |= dict.fromkeys(("temperature", "top_k", "top_p", "min_p"))
-    whole, seconds = timed(
-        target,
-        lambda: target.model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=question.max_new_tokens,
-            eos_token_id=sorted(target.eos_ids) or None,
-            pad_token_id=min(target.eos_ids, default=0),
-            **greedy | settings,
-        ),
+    """Decode with transformers' generate on the same model object, greedily unless `settings` change that.
+
+    What the model's own generation config sets is not applied, as in spechead's decoding.
+    """
+    model, ids = target.model, torch.tensor([question.ids], device=target.device)  # [1, P]
+    own = model.generation_config
+    config = type(own)(
+        max_new_tokens=question.max_new_tokens,
+        eos_token_id=sorted(target.eos_ids) or None,
+        pad_token_id=min(target.eos_ids, default=0),
     )
+    others = config.update(**settings)  # such as an assistant model
+    model.generation_config = type(own)()  # else generate takes from it what the other one leaves open
+    try:
+        whole, seconds = timed(
+            target,
+            lambda: model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, **others
+            ),
+        )
+    finally:
+        model.generation_config = own
     return Reference(whole[0, len(question.ids) :].tolist(), seconds)
 
 

@@ -147,3 +147,14 @@ class DecodingOptions(ModelOptions):
         Other lossless rules than exact_match give the same distribution, but sample from it with other random numbers.
         """
         return not self.lossy and (self.temperature == 0 or self.speculation().rule == "exact_match")
+
+
+def note_ignored_generation(target: Target) -> None:
+    """Say on standard error what the target's generation config sets in vain."""
+    if target.ignored_generation:
+        settings = ", ".join(f"{name}={value}" for name, value in target.ignored_generation.items())
+        print(
+            f"note: not applied from the generation config of {target.name}, in no decoding: {settings}; "
+            "sampling is set by options such as --temperature",
+            file=sys.stderr,
+        )

@@ -52,6 +52,26 @@ def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
+def ignored_generation(model: Any) -> dict[str, Any]:
+    """What the model's generation config sets apart from token ids, where it differs from transformers' defaults.
+
+    None of it is applied: spechead takes only token ids from there.
+    """
+    generation = getattr(model, "generation_config", None)
+    if generation is None:
+        return {}
+    defaults = generation._get_default_generation_params()  # those of settings that are None
+    taken = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
+    return {
+        name: value
+        for name, value in sorted(generation.to_diff_dict().items())
+        if name not in taken
+        and not name.startswith("_")
+        and value not in (defaults.get(name), None)
+        and not (value is False and defaults.get(name) is None)
+    }
+
+
 def with_module(module: Any, old: nn.Module, new: nn.Module) -> Any:
     """A copy of `module` that contains `new` in place of `old`, at any depth, and shares everything else."""
     twin = copy.copy(module)

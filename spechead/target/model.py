@@ -13,6 +13,7 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,9 +27,18 @@ from spechead.target import attention, loading
 from spechead.target.adapter import Adapter
 from spechead.target.cache import KVCache
 from spechead.target.chat_template import ChatTemplate, read_template
-from spechead.target.families import decoder_layers, decoder_of, eos_ids, scaled_logits, takes_mask_dict, with_module
+from spechead.target.families import (
+    decoder_layers,
+    decoder_of,
+    eos_ids,
+    ignored_generation,
+    scaled_logits,
+    takes_mask_dict,
+    with_module,
+)
 from spechead.target.masks import attention_masks, refuse_unknown_layers
 from spechead.target.packed_linear import PackedLinear, can_pack, pack_linears
+from spechead.target.switching_rotary import SwitchingRotary, grows_with_length
 from spechead.target.taps import Taps
 
 
@@ -71,6 +81,7 @@ class Target:
         self.n_layers: int = self.config.num_hidden_layers
         self.max_positions: int = getattr(self.config, "max_position_embeddings", None) or 1 << 30
         self.eos_ids = eos_ids(model, tokenizer) | self.chat.stop_ids
+        self.ignored_generation = ignored_generation(model)
         self.packed = False
         self.decoder = decoder_of(model)
         self._blocks = decoder_layers(self.decoder, self.n_layers, name)
@@ -85,6 +96,7 @@ class Target:
         self._shared_attention = bool(getattr(model, "_supports_sdpa", False) or softcapped)
         model.set_attn_implementation(attention.NAME if self._shared_attention else "eager")
         self._mask_dict = takes_mask_dict(self.decoder)
+        self._rotary = SwitchingRotary.of(model, self.decoder, self.config, name)
         refuse_unknown_layers(self.config, name)
         self._check_decoding()
 
@@ -141,6 +153,32 @@ class Target:
     def name(self) -> str:
         """The name of the model, followed by that of its adapter."""
         return f"{self.base} with {self.adapter}" if self.adapter else self.base
+
+    @property
+    def rotary_border(self) -> int | None:
+        """The length at which rotary factors switch (longrope), if they do: no tree may reach from within it beyond."""
+        return self._rotary.border if self._rotary else None
+
+    def outgrows(self, cached: int, length: int) -> bool:
+        """Whether a text of `length` tokens, of which `cached` were read with short rotary factors, is to be read again
+        as a whole, as transformers does."""
+        return self._rotary is not None and self._rotary.rereads and 0 < cached <= self._rotary.border < length
+
+    def reread(self, cache: KVCache, row: int, ids: Tensor) -> None:
+        """Read the text `ids` [n] again as a whole, and put all but its last token into the row of `cache` in place of
+        what is there."""
+        anew = KVCache()
+        self.forward(ids[None], cache=anew)
+        anew.crop(ids.shape[0] - 1)
+        cache.insert([row], anew)
+
+    @property
+    def positions_text(self) -> str:
+        """`256 positions`, for messages, with the reason where other programs go further."""
+        text = f"{self.max_positions} positions"
+        if not grows_with_length(self.config):
+            return text
+        return f"{text} (beyond them its dynamic rotary scaling would change those of all cached tokens)"
 
     def stop_warning(self) -> str:
         """One line where the chat template ends an answer with tokens that the config does not name, else ""."""
@@ -199,7 +237,11 @@ class Target:
         )
         arguments = {self.cache_keyword: cache, "use_cache": cache is not None}
         tapped = Taps(self._blocks, taps)
-        with torch.set_grad_enabled(gradient), tapped:
+        several = ids.shape[0] > 1 or past == 0  # else it is one text, as transformers takes it
+        reach = past + ids.shape[1]  # positions are below it
+        switching = self._rotary is not None and several and reach > self._rotary.border
+        factors = self._rotary.by_document(positions) if self._rotary and switching else nullcontext()
+        with torch.set_grad_enabled(gradient), tapped, factors:
             out = self.decoder(input_ids=ids, position_ids=positions, attention_mask=mask, **arguments)
         hidden = out.last_hidden_state  # [B, T, H]
         return TargetOutput(hidden, tapped.features(hidden))
@@ -236,6 +278,18 @@ class Target:
             packed = self.packed and can_pack(self.device, dtype)
             self._cached_layer = rows, dtype, PackedLinear(layer) if packed else layer
         return self._cached_layer[2]
+
+    def check_finite(self, hidden: Tensor, logits: Tensor) -> None:
+        """Raise UserError unless all final hidden states and all logits are finite."""
+        for values, what in ((hidden, "hidden states after the final norm"), (logits, "logits")):
+            if not values.isfinite().all():
+                remedy = "its weights are damaged, or do not fit its config"
+                if self.dtype == torch.float16:  # whose range is small
+                    remedy = "use --dtype bfloat16 or float32"
+                raise UserError(
+                    f"target {self.name!r} in {loading.dtype_name(self.dtype)} computes {what} that are not finite "
+                    f"(infinite or NaN); {remedy}"
+                )
 
     def synchronise(self) -> None:
         """Wait until the device has finished all queued work."""
@@ -302,11 +356,13 @@ class Target:
         visible = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool, device=self.device)
         positions = torch.tensor([[0, 1, 1]], device=self.device)
         try:
-            ours = self.logits(self.forward(tree, positions=positions, visible=visible).hidden)[0]  # [3, V]
+            hidden = self.forward(tree, positions=positions, visible=visible).hidden[0]  # [3, H]
+            ours = self.logits(hidden)  # [3, V]
         except torch.OutOfMemoryError:
             raise
         except (ValueError, RuntimeError, TypeError) as error:
             raise self._unfit("does not accept explicit positions and masks, which trees and batches need") from error
+        self.check_finite(hidden, ours)
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
 
         def same(node: int, row: int, place: int) -> bool:

@@ -212,6 +212,7 @@ def test_the_whole_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
     class FakeTarget:
         tokenizer, device, dtype = Bytes(), torch.device("cpu"), torch.float32
+        name, ignored_generation = "tiny", {"num_beams": 3}
 
         def __init__(self, keywords: dict[str, Any]) -> None:
             self.chat, self.keywords = self, keywords
@@ -245,7 +246,9 @@ def test_the_whole_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     generate.stream_answer(options(head="folder", prompt="Hi \ud83d", system="Be brief.", tree="chain:2", **sampled))
     captured = capsys.readouterr()
     assert captured.out == "Hi!\n"
-    assert captured.err.splitlines()[:2] == [
+    assert captured.err.splitlines()[:3] == [
+        "note: not applied from the generation config of tiny, in no decoding: num_beams=3; sampling is set by options "
+        "such as --temperature",
         "2.00 tokens per pass (2 tokens in 1 passes)",
         "2.0 tokens per second, plain decoding 2.0: x1.00",
     ]

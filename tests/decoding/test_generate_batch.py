@@ -17,6 +17,7 @@ from spechead.decoding.tree import Dynamic, Plan, Static, Tree, chain
 from spechead.drafters.base import Drafter
 from spechead.drafters.draft_model import DraftModel
 from spechead.drafters.prompt_lookup import PromptLookup
+from spechead.errors import UserError
 from spechead.heads import HEADS, Head
 from spechead.target.cache import KVBuffer, KVCache
 from spechead.target.model import Target, TargetOutput
@@ -277,3 +278,8 @@ def test_a_text_that_has_ended_leaves_the_memory_of_its_drafter(target: Target) 
     )
     assert [len(row.tokens) for row in rows] == [6, 30, 30]
     assert max(alive) == 3 and alive[-1] < 3
+
+
+def test_a_batch_without_prompts_is_named(target: Target) -> None:
+    with pytest.raises(UserError, match="no prompts; decoding needs at least one"):
+        generate_batch(target, [])

@@ -13,6 +13,7 @@ from spechead.decoding.tree import Dynamic, chain, parse_tree
 from spechead.decoding.verify import Accepted
 from spechead.errors import UserError
 from spechead.target.model import Target, TargetOutput
+from tests.helpers.targets import make_target
 
 ROW = TargetOutput(torch.zeros(1, 1, 32), torch.zeros(1, 1, 0))
 
@@ -82,9 +83,31 @@ def test_speculation_that_does_not_fit_is_named(wrong: dict[str, Any], message: 
     [
         ([], 5, "the prompt is empty"),
         ([5], 0, "option max_new_tokens: must be at least 1, got 0"),
-        ([5] * 256, 5, "the prompt has 256 tokens, but target 'tiny-llama' has 256 positions"),
+        ([5] * 256, 5, "the prompt has 256 tokens, but target 'tiny-llama' has 256 positions$"),
+        ([5, 97, -1, 98], 5, "token ids -1, 97, 98, but the embedding of target 'tiny-llama' has 97 rows"),
+        (range(90, 110), 5, "token ids 97, 98, 99, 100, 101 and 8 more, but"),
+        ([[5, 6]], 5, "a prompt must be a sequence of token ids"),
+        (torch.tensor([[5, 6]]), 5, "a prompt must be a sequence of token ids"),
+        (torch.tensor([5.0]), 5, "a prompt must be a sequence of token ids"),
+        (torch.tensor(5), 5, "a prompt must be a sequence of token ids"),
+        ("abc", 5, "a prompt must be a sequence of token ids"),
+        (None, 5, "a prompt must be a sequence of token ids"),
     ],
 )
-def test_a_prompt_that_cannot_be_decoded_is_named(target: Target, prompt: list[int], cap: int, message: str) -> None:
+def test_a_prompt_that_cannot_be_decoded_is_named(target: Target, prompt: Any, cap: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
         ActiveSequence(target, prompt, Sampler(), Speculation(), cap, (), keep_gaps=False)
+
+
+def test_a_prompt_may_be_any_sequence_of_ids(target: Target) -> None:
+    prompts: list[Any] = [(5, 6), torch.tensor([5, 6]), torch.tensor([5, 6], dtype=torch.int32).numpy(), range(5, 7)]
+    for prompt in prompts:
+        sequence = ActiveSequence(target, prompt, Sampler(), Speculation(), 3, (), keep_gaps=False)
+        assert sequence.ids.tolist() == [5, 6]
+
+
+def test_positions_that_end_early_are_explained() -> None:
+    target = make_target()
+    target.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(UserError, match=r"has 256 positions \(beyond them its dynamic rotary scaling would change"):
+        ActiveSequence(target, [5] * 256, Sampler(), Speculation(), 3, (), keep_gaps=False)

@@ -66,7 +66,8 @@ def test_a_right_tiny_saves_forwards_of_the_middle(target: Target, monkeypatch: 
     reads = record_sizes(monkeypatch, middle, "read")
     state = staged.new_state(torch.tensor([5, 6, 7]))
     assert len(staged.propose(state, torch.tensor([6, 7, 8]), NOTHING, chain(9))) == 10
-    assert reads == [3, 5, 4]  # the prompt; a token and four guesses give five; the next and three guesses four more
+    # The prompt and the first token; that token and four guesses give five; the next and three guesses four more.
+    assert reads == [4, 5, 4]
     reads.clear()
     assert len(staged.propose(state, torch.tensor([9]), NOTHING, chain(9))) == 10
     assert reads == [5, 4]  # tiny has taken back what the target refused, or its guesses would be of no use

@@ -206,6 +206,21 @@ def test_numbers_of_a_scripted_measurement(prompts: Path, fake: FakeDecoder) -> 
     assert depths.count(1) == depths.count(2) and max(depths) == 2
 
 
+def test_what_is_not_applied_of_the_generation_config_is_named(
+    prompts: Path,
+    fake: FakeDecoder,
+    target: Target,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert evaluate.evaluate(options(prompts))["settings"]["ignored_generation"] == {}
+    assert "not applied" not in capsys.readouterr().err
+    monkeypatch.setattr(target, "ignored_generation", {"top_k": 20, "num_beams": 3})
+    report = evaluate.evaluate(options(prompts))
+    assert report["settings"]["ignored_generation"] == {"top_k": 20, "num_beams": 3}
+    assert "generation config of tiny-llama, in no decoding: top_k=20, num_beams=3;" in capsys.readouterr().err
+
+
 def test_a_difference_is_reported_with_the_gap_of_plain_decoding(
     prompts: Path, fake: FakeDecoder, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -253,7 +268,7 @@ def test_answers_are_cut_to_the_positions_of_the_target(
         min(24, longest + 9 - len(encoded(target, text))) for _, text in ROWS
     }
     monkeypatch.setattr(target, "max_positions", longest + 1)
-    with pytest.raises(UserError, match=rf"prompt \d has {longest} tokens.*{longest + 1} positions of tiny-llama"):
+    with pytest.raises(UserError, match=rf"prompt \d has {longest} tokens.*'tiny-llama'.* {longest + 1} positions"):
         evaluate.evaluate(options(prompts))
 
 

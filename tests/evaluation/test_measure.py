@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from spechead.data.prompts import Prompt
 from spechead.decoding.generate import Stats, generate
+from spechead.decoding.sampling import Sampler
 from spechead.decoding.tree import Plan, chain, parse_tree
 from spechead.errors import UserError
 from spechead.evaluation import measure
@@ -34,7 +37,7 @@ def test_a_prompt_without_room_is_named() -> None:
     target = make_target()
     target.max_positions = 10
     with pytest.raises(
-        UserError, match=r"option prompts: prompt 1 has \d+ tokens, too many for the 10 positions of tiny"
+        UserError, match=r"option prompts: prompt 1 has \d+ tokens, too many for target 'tiny-llama', which has 10 pos"
     ):
         measure.encode_prompts(PROMPTS, target, MeasureOptions(target="tiny"))
 
@@ -66,6 +69,40 @@ def test_outputs_carry_tokens_seconds_and_commits(target: Target) -> None:
     assert [token for tokens, _ in output.commits for token in tokens] == plain
     reference = measure.decode_by_generate(target, question(ids, 8))
     assert reference.tokens == plain and reference.comparable and reference.seconds > 0
+
+
+GENERATION: list[dict[str, Any]] = [  # each of which changes what generate writes or returns
+    {"no_repeat_ngram_size": 1},
+    {"repetition_penalty": 5.0},
+    {"num_beams": 3, "num_return_sequences": 2},
+    {"suppress_tokens": list(range(0, 97, 2))},
+    {"begin_suppress_tokens": list(range(3, 97))},
+    {"bad_words_ids": [[token] for token in range(3, 90)]},
+    {"forced_eos_token_id": 7},
+    {"do_sample": True, "temperature": 5.0, "top_k": 7},
+    {"return_dict_in_generate": True, "output_scores": True},
+    {"min_new_tokens": 8, "max_length": 3},
+    {"max_time": 0.0},
+    {"stop_strings": ["a"]},
+    {"guidance_scale": 2.0},
+]
+
+
+@pytest.mark.parametrize("settings", GENERATION, ids=lambda settings: next(iter(settings)))
+def test_generate_does_not_follow_the_models_generation_config(settings: dict[str, Any]) -> None:
+    ids = list(range(5, 14))
+    plain = generate(make_target(), ids, max_new_tokens=8).tokens
+    model = make_target().model
+    model.generation_config.update(**settings)
+    target = Target(model, make_target().tokenizer, "x")
+    assert target.ignored_generation == settings
+    before = model.generation_config.to_dict()
+    assert generate(target, ids, max_new_tokens=8).tokens == plain
+    assert measure.decode_by_generate(target, question(ids, 8)).tokens == plain
+    assert model.generation_config.to_dict() == before  # the model is left as it was
+    penalised = generate(target, ids, max_new_tokens=8, sampler=Sampler(repetition_penalty=1.5)).tokens
+    chosen = measure.decode_by_generate(target, question(ids, 8), repetition_penalty=1.5)
+    assert chosen.tokens == penalised != plain
 
 
 def test_verify_costs_give_one_ratio_for_each_size(target: Target) -> None:

@@ -66,6 +66,27 @@ FAMILIES: dict[str, Callable[[], Any]] = {
 }
 
 
+BORDER = 32  # tokens, beyond which longrope targets use their long factors
+
+
+def longrope(**more: Any) -> dict[str, Any]:
+    """Rotary parameters with factors that differ much on the two sides of the border."""
+    short, long = [1.0, 1.3, 1.1, 1.7], [2.0, 3.1, 9.0, 17.0]
+    own = {"original_max_position_embeddings": BORDER, "rope_theta": 10000.0}
+    return {"rope_type": "longrope", "short_factor": short, "long_factor": long, **own, **more}
+
+
+LONGROPE: dict[str, Callable[[], Any]] = {
+    "phi3-longrope": lambda: transformers.Phi3Config(
+        **BASE, rope_parameters=longrope(), original_max_position_embeddings=BORDER
+    ),
+    "phimoe-longrope": lambda: transformers.PhimoeConfig(
+        **BASE, num_local_experts=4, rope_parameters=longrope(short_mscale=1.1, long_mscale=1.4)
+    ),
+    "llama-longrope": lambda: transformers.LlamaConfig(**BASE, rope_parameters=longrope()),
+}
+
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -87,7 +108,7 @@ def make_toy_tokenizer() -> PreTrainedTokenizerFast:
 def make_target(family: str = "llama", *, seed: int = 0, pack: bool = False) -> Target:
     """A random target with weights large enough for varied text, which does not end by chance."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(FAMILIES[family]())
+    model = AutoModelForCausalLM.from_config((FAMILIES | LONGROPE)[family]())
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.3)

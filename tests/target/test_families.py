@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import GenerationConfig
 
 from spechead.errors import UserError
-from spechead.target.families import decoder_layers, eos_ids, scaled_logits, with_module
+from spechead.target.families import decoder_layers, eos_ids, ignored_generation, scaled_logits, with_module
 
 
 def test_the_layers_are_the_list_of_that_length() -> None:
@@ -33,6 +34,15 @@ def test_the_generation_config_has_the_ids_that_end_an_answer() -> None:
     generation = SimpleNamespace(eos_token_id=[4, 5])
     assert eos_ids(SimpleNamespace(generation_config=generation, config=config), tokenizer) == {4, 5, 9}
     assert eos_ids(SimpleNamespace(config=config), SimpleNamespace(eos_token_id=None)) == {2}
+
+
+def test_settings_of_the_generation_config_that_differ_from_the_defaults_are_named() -> None:
+    config = GenerationConfig(eos_token_id=2, bos_token_id=1, pad_token_id=0, num_beams=1, top_k=50)
+    config.update(do_sample=False, output_attentions=False)  # as without them
+    assert ignored_generation(SimpleNamespace(generation_config=config)) == {}
+    config.update(temperature=0.6, max_length=99)
+    assert ignored_generation(SimpleNamespace(generation_config=config)) == {"max_length": 99, "temperature": 0.6}
+    assert ignored_generation(SimpleNamespace()) == {}
 
 
 def test_a_copy_shares_all_but_one_module() -> None:

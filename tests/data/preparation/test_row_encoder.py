@@ -100,12 +100,11 @@ def test_notes_are_of_rows_that_are_used() -> None:
 
 
 def test_an_encoder_passes_to_a_process_that_is_started_anew() -> None:
-    encoder, task = (
-        RowEncoder(chat_of_toy(), 60, "each", 97),
-        Task(0, 0, 1, Row("", json.dumps(chat_row("Hi")).encode())),
-    )
-    encoder([task])  # fills what is cached in it
-    assert [one.reason for one in pickle.loads(pickle.dumps(encoder))([task])] == ["no assistant turn"]
+    encoder = RowEncoder(chat_of_toy(), 60, "each", 97)
+    tasks = [Task(0, 0, 1, Row("", json.dumps(chat_row("Hi", "Yo")).encode()))]
+    [here] = encoder(tasks)  # fills what is cached in it
+    [there] = pickle.loads(pickle.dumps(encoder))(tasks)
+    assert here.samples[0][0].tolist() == there.samples[0][0].tolist() and there.samples[0][1].sum() == 3
 
 
 def chat_of_toy() -> ChatTemplate:
