@@ -16,7 +16,7 @@ SPECULATORS := .venv-speculators
 BRIEF := --optim.epochs 1 --optim.steps 300 --log.validate_every 0 # parity needs no good heads
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo long compare smoke test test-slow check format clean serve-check speculators-check
+.PHONY: help env demo long compare smoke test test-slow check format clean serve-check regenerate-check speculators-check
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ serve-check: $(STAMP) $(VLLM)/installed ## serve exported heads with vLLM: same 
 	  --head.options.output shared --head.options.n_heads 3 --head.options.draft_vocab_size 0
 	@$(BIN)/python eval/serve_check.py --vllm $(VLLM)/bin/python --work $(SERVED) --json $(SERVED)/serve_check.json \
 	  --head $(SERVED)/train-eagle3/head --head $(SERVED)/train-eagle/head --head $(SERVED)/train-medusa/head
+
+regenerate-check: $(STAMP) $(VLLM)/installed ## answer prompts in process and with vLLM: same tokens (10 minutes)
+	@$(BIN)/python eval/regenerate_check.py --vllm $(VLLM)/bin/python --json $(SERVED)/regenerate_check.json
 
 speculators-check: $(STAMP) $(SPECULATORS)/installed ## an exported head in the speculators package: same drafts (10 minutes; HEAD=DIR)
 	@test -n "$(HEAD)" || \

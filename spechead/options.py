@@ -163,9 +163,10 @@ def join_words(flags: list[str], cls: type, hints: dict[str, Any]) -> list[str]:
 
 
 def is_list(hint: Any) -> bool:
-    """Whether an option takes any number of strings."""
+    """Whether an option takes any number of strings or numbers."""
     either = typing.get_origin(hint) in (typing.Union, types.UnionType)
-    return any(one in (list[str], tuple[str, ...]) for one in (typing.get_args(hint) if either else [hint]))
+    lists = (list[str], list[float], tuple[str, ...])
+    return any(one in lists for one in (typing.get_args(hint) if either else [hint]))
 
 
 def refuse_unknown_keys(path: Path, hints: dict[str, Any]) -> None:

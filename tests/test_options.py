@@ -27,6 +27,7 @@ class Outer:
 
     inner: Inner = field(default_factory=Inner)
     files: list[str] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
     free: dict[str, Any] = field(default_factory=dict)
     max_tokens: int = 256
     plain: bool = True
@@ -64,6 +65,7 @@ def test_yes_or_no_options() -> None:
 def test_lists_are_given_one_by_one_or_at_once() -> None:
     assert outer("--files", "a.jsonl", "--files=b c.jsonl").files == ["a.jsonl", "b c.jsonl"]
     assert outer("--files", "[a, b]").files == ["a", "b"]
+    assert outer("--shares", "0.5", "--shares=1").shares == [0.5, 1.0] == outer("--shares", "[0.5, 1]").shares
 
 
 def test_free_mappings_take_any_key() -> None:

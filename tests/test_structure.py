@@ -53,6 +53,7 @@ EDGES = {
     "wandb": {"training.log"},
     "safetensors": {"heads.files"},
     "matplotlib": {"training.log", "evaluation.plots"},
+    "httpx": {"data.synthesis.server"},
     "jsonargparse": {"options"},
     "yaml": {"options"},
 }
@@ -222,6 +223,12 @@ def test_help_of_a_recipe_needs_no_torch() -> None:
 
 
 def test_decoding_and_measuring_need_no_training_library() -> None:
-    modules = ("cli.generate", "evaluation.evaluate", "data.synthesis.synthesize", "data.inspect")
+    modules = (
+        "cli.generate",
+        "evaluation.evaluate",
+        "data.synthesis.synthesize",
+        "data.synthesis.regenerate",
+        "data.inspect",
+    )
     code = "; ".join(f"import spechead.{module}" for module in modules)
     assert python(f"{code}; print('fine')", {"deepspeed", "wandb", "peft", "datasets", "gguf"}) == "fine\n"

@@ -36,6 +36,9 @@ COMMANDS = {
     "data synthesize": Command(
         "data.synthesis.synthesize", "synthesize", "let the target write training conversations"
     ),
+    "data regenerate": Command(
+        "data.synthesis.regenerate", "regenerate", "let the target answer the prompts of any data set", True, True
+    ),
     "data prepare": Command(
         "data.preparation.prepare", "prepare_data", "tokenise conversations once, for training to read", True, True
     ),

@@ -44,6 +44,7 @@ def test_the_table_of_commands(argv: list[str], capsys: pytest.CaptureFixture[st
         "eval",
         "generate",
         "data synthesize",
+        "data regenerate",
         "data inspect",
         "extract-head",
         "search-layers",
@@ -54,7 +55,7 @@ def test_the_table_of_commands(argv: list[str], capsys: pytest.CaptureFixture[st
 
 def test_a_group_shows_its_own_commands(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = ends(["data", "--help"], capsys)
-    assert (code, "data inspect" in out, "generate" in out) == (0, True, False)
+    assert (code, "data inspect" in out, "export" in out) == (0, True, False)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
