@@ -370,4 +370,5 @@ def test_options_of_loading_reach_the_target(monkeypatch: pytest.MonkeyPatch, fo
     with pytest.raises(UserError, match="enough"):
         bench.main([*flags, "--prompts", str(folder / "prompts.jsonl")])
     loaded = {"name": "t", "adapter": "", "device": "cuda:1", "trust_remote_code": True, "dtype": "bfloat16"}
-    assert given == loaded | {"pack": True}
+    template = {"template_kwargs": {}, "chat_template": "", "template_date": ""}
+    assert given == loaded | template | {"pack": True}

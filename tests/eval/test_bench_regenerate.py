@@ -39,10 +39,10 @@ def test_tokens_after_the_end_do_not_count() -> None:
     assert bench.ended([5, 6], frozenset({2})) == [5, 6] and bench.ended([], frozenset({2})) == []
 
 
-def test_all_writers_write_the_same(target: Target) -> None:
+def test_all_writers_write_the_same(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [[5], [7, 8, 9, 10, 11], [20, 30, 40], [12] * 20, [50, 51]]
     first = bench.write(target, 2, prompts, 9)
-    target.eos_ids = frozenset({first[1][3], first[3][5]})
+    monkeypatch.setattr(target, "eos_ids", frozenset({first[1][3], first[3][5]}))
     found = {name: writer(prompts, 9) for name, writer in bench.writers(target, 2).items()}
     assert found[bench.OURS] == found[bench.GENERATE] == found[bench.GENERATE_OURS]
     lengths = [len(answer) for answer in found[bench.OURS]]
