@@ -98,6 +98,7 @@ def run(folder: Path) -> Callable[..., dict[str, Any]]:
     return start
 
 
+@pytest.mark.slow
 def test_the_script_trains_measures_and_is_not_done_twice(
     run: Callable[..., dict[str, Any]],
     folder: Path,

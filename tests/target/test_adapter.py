@@ -215,7 +215,8 @@ def test_every_weight_of_both_moves(precision: str, folder: Path, tmp_path: Path
             assert not torch.equal(before[name], after[name]), name
 
 
-@pytest.mark.parametrize("zero", [2, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", [2, 0])
 def test_two_processes_equal_one(zero: int, folder: Path, tmp_path: Path) -> None:
     changes = JOINT | {"engine.zero_stage": zero, "adapter.loss": "text", "adapter.lr": 1e-3}  # else rounding decides
     train(recipe(folder, tmp_path / "one", "medusa", **changes))
@@ -230,9 +231,8 @@ def test_two_processes_equal_one(zero: int, folder: Path, tmp_path: Path) -> Non
         assert torch.allclose(tensor, two[name], atol=1e-5), name
 
 
-@pytest.mark.parametrize(
-    "every", [6, pytest.param(2, marks=pytest.mark.slow)]
-)  # killed in the second stage, or in the first
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [6, 2])  # killed in the second stage, or in the first
 def test_a_killed_run_resumes_bit_exactly(every: int, medusa: Path, folder: Path, tmp_path: Path) -> None:
     out, changes = tmp_path / "killed", JOINT | {"log.checkpoint_every": every}
     kill_after_a_checkpoint(flags(folder, out, "medusa", **changes), out)
