@@ -25,12 +25,13 @@ import torch
 from spechead import __version__
 from spechead.cli.main import one_line_errors
 from spechead.data.prompts import read_prompts
-from spechead.data.synthesis.continuous import Continuation, ContinuousDecoder, Request, use_batch_attention
+from spechead.data.synthesis.continuous import Continuation, ContinuousDecoder, Request
 from spechead.errors import UserError
 from spechead.evaluation.measure import DEFAULT_PROMPTS, describe_machine, timed
 from spechead.files import make_folder, read_jsonl, shipped, write_json
 from spechead.options import Range, parse
 from spechead.progress import Progress
+from spechead.target import attention
 from spechead.target.bundled import NAME as BUNDLED
 from spechead.target.model import Target
 from spechead.target.options import TargetOptions
@@ -127,7 +128,7 @@ def write(target: Target, batch_size: int, prompts: Sequence[list[int]], cap: in
         answers[request.key] = written.tokens + ([] if written.end is None else [written.end])
         return ()
 
-    use_batch_attention(target)
+    target.model.set_attn_implementation(attention.NAME)
     decoder = ContinuousDecoder(target, batch_size=batch_size, stop_ids=target.eos_ids)
     decoder.run((Request(i, prompt, cap, 0.0, 0) for i, prompt in enumerate(prompts)), done)
     return [answers[i] for i in range(len(prompts))]
@@ -136,7 +137,7 @@ def write(target: Target, batch_size: int, prompts: Sequence[list[int]], cap: in
 def write_by_generate(
     target: Target, batch_size: int, prompts: Sequence[list[int]], cap: int, *, own_attention: bool
 ) -> list[list[int]]:
-    use_batch_attention(target)
+    target.model.set_attn_implementation(attention.NAME)
     if own_attention:
         sdpa = getattr(target.model, "_supports_sdpa", False)
         target.model.set_attn_implementation("sdpa" if sdpa else "eager")

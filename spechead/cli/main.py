@@ -34,7 +34,7 @@ COMMANDS = {
     "eval": Command("evaluation.evaluate", "evaluate", "measure acceptance, speed-up and losslessness"),
     "generate": Command("cli.generate", "stream_answer", "stream an answer, accepted drafts coloured by depth"),
     "data synthesize": Command(
-        "data.synthesis.synthesize", "synthesize", "let the target write training conversations"
+        "data.synthesis.synthesize", "synthesize", "let the target write training conversations", short_out=True
     ),
     "data regenerate": Command(
         "data.synthesis.regenerate", "regenerate", "let the target answer the prompts of any data set", True, True
@@ -44,7 +44,7 @@ COMMANDS = {
     ),
     "data inspect": Command("data.inspect", "inspect", "show a file's supervised spans, and what is dropped", True),
     "extract-head": Command(
-        "training.extract_head", "extract_head", "extract a head from any checkpoint of a run", True
+        "training.extract_head", "extract_head", "extract a head from any checkpoint of a run", True, True
     ),
     "export": Command(
         "formats.export", "export", "write a head in the format of vLLM, SGLang, llama.cpp and others", short_out=True

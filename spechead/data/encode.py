@@ -22,7 +22,6 @@ from spechead.data.one_render import spans_in_one_render
 from spechead.data.written import complete, opened_thought, squeezed, written
 from spechead.target.chat_template import ChatTemplate, TemplateError
 
-HISTORIES = ("each", "last")
 FEW_TURNS = 4  # up to which the prompt of every turn is rendered
 KEPT = "answers with ids kept"
 

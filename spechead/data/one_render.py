@@ -90,7 +90,7 @@ def _opening(chat: ChatTemplate, asked: str, prompt: str) -> str:
     last control token of the prompt."""
     if added := prompt.removeprefix(asked) if prompt.startswith(asked) else "":
         return added
-    return prompt[max([0, *(prompt.rfind(token) for token in chat.control if token)]) :]
+    return chat.from_last_control(prompt)
 
 
 def _token_spans(chat: ChatTemplate, text: str, spans: Sequence[Span]) -> tuple[list[int], list[Span]] | None:

@@ -1,5 +1,6 @@
 """Compare the chat template in use with the one recorded with a head or with data."""
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,16 @@ def template_warning(used: Record, recorded: Record | None, what: str) -> str:
     if (used.get("chat_template") or "") != (recorded.get("chat_template") or ""):
         return f"{what} with another chat template: {worse}"
     return ""
+
+
+def recorded_date(*records: Path) -> str:
+    """The date that the first of these JSON records names, at its top or below `options`; today's where none does."""
+    for path in records:
+        record = read_json(path) if path.is_file() else None
+        options = record.get("options", record) if isinstance(record, dict) else None
+        if isinstance(options, dict) and options.get("template_date"):
+            return str(options["template_date"])
+    return datetime.date.today().isoformat()
 
 
 def recorded_template(source: str) -> Record | None:

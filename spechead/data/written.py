@@ -62,7 +62,7 @@ def _turns(chat: ChatTemplate, prompt: str, rendered: str) -> Iterator[str]:
     the end of the prompt from its last control token on, at its last place or, as a turn may contain it, before."""
     if rendered.startswith(prompt):
         yield rendered[len(prompt) :]
-    opening = prompt[max((prompt.rfind(token) for token in chat.control if token), default=0) :]
+    opening = chat.from_last_control(prompt)
     start = rendered.rfind(opening) if opening else -1
     while start >= 0:
         yield rendered[start + len(opening) :]

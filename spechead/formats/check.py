@@ -29,7 +29,7 @@ from spechead.formats.capabilities import ExportInfo, refuse_adapter
 from spechead.formats.files import CONFIG, MANIFEST, PICKLED, absolute_paths, read_config, shorten
 from spechead.formats.foreign_head import ForeignHead, own_embedding
 from spechead.formats.gguf_file import read_gguf
-from spechead.formats.manifest import contents, differences, extra_files, read_manifest
+from spechead.formats.manifest import contents, differences, extra_files, read_manifest, template_change
 from spechead.formats.options import ExchangeOptions
 from spechead.formats.reference_forward import log_probabilities
 from spechead.formats.registry import WRONG_TYPE, Format, detect, format_of, read_head, wrong_type
@@ -178,6 +178,7 @@ def _same_as_exported(
         yield Line("manifest", True, f"neither {MANIFEST} nor --head: keys and tensors are not compared with the head")
     for source, expected in sources:
         changed = differences(expected, folder, form.IF_MISSING, form.IF_UNKNOWN)
+        changed += template_change(manifest or {}, folder)
         for line in changed:
             yield Line("manifest", False, line)
         if not changed:

@@ -37,6 +37,7 @@ def make_manifest(head: Head, to: str, info: ExportInfo, folder: Path) -> dict[s
         "options": asdict(head.config),
         "target": {"name": info.target_id, "fingerprint": head.target.fingerprint},
         "dtype": dtype_name(info.dtype),
+        "template": _template_digest(folder),
         "files": contents(folder),
     }
 
@@ -58,6 +59,21 @@ def contents(folder: Path) -> dict[str, dict[str, Any]]:
     """File -> key -> value: JSON values as they are, tensors as digests."""
     files = sorted(path for path in folder.iterdir() if path.suffix in _RECORDED and path.name != MANIFEST)
     return {path.name: {key: _entry(value) for key, value in read_file(path).items()} for path in files}
+
+
+def _template_digest(folder: Path) -> str:
+    """A digest of the chat template that comes with the export; empty if none does."""
+    path = folder / TEMPLATE
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:_HEX] if path.is_file() else ""
+
+
+def template_change(manifest: dict[str, Any], folder: Path) -> list[str]:
+    """One line where the chat template is not the exported one."""
+    recorded, found = manifest.get("template", ""), _template_digest(folder)
+    if recorded == found:
+        return []
+    what = "was not exported" if not recorded else "is missing" if not found else "is another one than was exported"
+    return [f"{TEMPLATE} {what}; prompts have another form than the head was trained on"]
 
 
 def extra_files(manifest: dict[str, Any], folder: Path) -> list[str]:

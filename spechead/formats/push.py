@@ -8,7 +8,7 @@ from pathlib import Path
 
 from spechead.errors import UserError, first_line
 from spechead.formats.files import CONFIG, MANIFEST, PICKLED, absolute_paths, read_config
-from spechead.formats.manifest import differences, extra_files, read_manifest
+from spechead.formats.manifest import differences, extra_files, read_manifest, template_change
 
 _NAME = re.compile(r"^[\w.-]+/[\w.-]+$")
 
@@ -76,7 +76,7 @@ def publishable(folder: Path) -> list[Path]:
         raise UserError(f"{folder} contains {', '.join(odd)}: only plain files without pickles are uploaded")
     if extra := extra_files(manifest, folder):
         raise UserError(f"{folder} contains {', '.join(extra)}: not of the export; move it elsewhere")
-    if changed := differences(manifest["files"], folder):
+    if changed := differences(manifest["files"], folder) + template_change(manifest, folder):
         raise UserError(f"{folder} is not what was exported: {changed[0]}")
     config = read_config(folder / CONFIG) if (folder / CONFIG).is_file() else {}
     settings = {name: value for name, value in manifest.items() if name != "files"}

@@ -136,17 +136,22 @@ class ChatTemplate:
     def control(self) -> dict[str, int]:
         """Control tokens by their text."""
         ids = set(self.tokenizer.all_special_ids) | set(self.tokenizer.get_added_vocab().values())
-        return {str(self.tokenizer.convert_ids_to_tokens(token)): token for token in ids}
+        texts = {str(self.tokenizer.convert_ids_to_tokens(token)): token for token in ids}
+        return {text: token for text, token in texts.items() if text}
+
+    def from_last_control(self, text: str) -> str:
+        """The text from its last control token on; all of it where it has none."""
+        return text[max([0, *(text.rfind(token) for token in self.control)]) :]
 
     def leading_control(self, text: str) -> int | None:
         """The id of the control token that a text begins with, or None."""
-        found = max((token for token in self.control if token and text.startswith(token)), key=len, default="")
+        found = max((token for token in self.control if text.startswith(token)), key=len, default="")
         return self.control.get(found)
 
     def trailing_control(self, text: str) -> int | None:
         """The id of the control token that a text ends with, apart from blanks after it, or None."""
         text = text.rstrip()
-        found = max((token for token in self.control if token and text.endswith(token)), key=len, default="")
+        found = max((token for token in self.control if text.endswith(token)), key=len, default="")
         return self.control.get(found)
 
     # -------------------------------------------------------------------------------------------- identity

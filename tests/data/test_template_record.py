@@ -1,12 +1,13 @@
 """The template in use and the recorded one, and whether they are one."""
 
+import datetime
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from spechead.data.template_record import recorded_template, template_warning
+from spechead.data.template_record import recorded_date, recorded_template, template_warning
 from spechead.errors import UserError
 from spechead.target.chat_template import prompt_ids
 from tests.helpers.targets import make_toy_tokenizer
@@ -59,6 +60,14 @@ def test_equal_or_unknown_records_are_not_reported(ours: dict[str, Any], theirs:
 def test_what_a_file_was_written_with(meta: object, record: dict[str, Any] | None, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl.meta.json").write_text(json.dumps(meta))
     assert recorded_template(str(tmp_path / "a.jsonl")) == record
+
+
+def test_the_date_of_the_first_record_that_has_one(tmp_path: Path) -> None:
+    one, two, three = (tmp_path / name for name in "abc")
+    one.write_text(json.dumps({"options": {"template_date": ""}}))
+    two.write_text(json.dumps({"template_date": "2024-07-26"}))
+    assert recorded_date(one, two, three) == recorded_date(three, two) == "2024-07-26"
+    assert recorded_date(one, three) == recorded_date() == datetime.date.today().isoformat()
 
 
 def test_files_without_a_record(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from spechead.errors import UserError
-from spechead.target import attention
 from spechead.target.cache import KVCache
 from spechead.target.model import Target
 
@@ -49,14 +48,6 @@ class Continuation:
 
 
 Done = Callable[[Request, Continuation], Iterable[Request]]
-
-
-def use_batch_attention(target: Target) -> None:
-    """Switch the target to the attention that is fastest with masks and many rows: where it fits, spechead's, which
-    copies no keys or values for the queries of a group."""
-    capped = getattr(target.config, "attn_logit_softcapping", None)
-    fits = getattr(target.model, "_supports_sdpa", False) or capped
-    target.model.set_attn_implementation(attention.NAME if fits else "eager")
 
 
 class ContinuousDecoder:

@@ -18,12 +18,6 @@ NEAR_OVERLAP = 0.6  # prompts that share this part of their word trigrams are ne
 ROLE_MARKER = re.compile(r"^\s*#*\s*(user|assistant|system|human|ai|bot|q|a)\s*:", re.IGNORECASE | re.MULTILINE)
 SPECIAL_MARKER = re.compile(r"<\|\w*\|?>?|\[/?INST\]|</?s>|<<SYS>>|<(start|end)_of_turn>")
 BROKEN = "\ufffd"
-SURROGATE = re.compile("[\ud800-\udfff]")  # half of a character, which UTF-8 cannot store
-
-
-def without_surrogates(text: str) -> str:
-    """The text with U+FFFD for every lone surrogate."""
-    return SURROGATE.sub(BROKEN, text)
 
 
 def refuse_prompt(text: str, english: bool = True) -> str:

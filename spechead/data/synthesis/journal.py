@@ -13,10 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from filelock import FileLock
-
-from spechead.errors import UserError
-from spechead.files import claim, locked, make_folder, read_json, reason, remove
+from spechead.files import claim, exclusively, locked, read_json, remove
 
 Entry = dict[str, Any]  # {"number": row in the source, ...}
 Place = tuple[Path, int]  # a journal, and the offset of a line in it
@@ -59,20 +56,12 @@ class Journal:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """One process at a time; the others wait."""
-        make_folder(self.out.absolute().parent)
-        lock = FileLock(self._lock_file)
-        try:
-            lock.acquire()
-        except NotImplementedError:  # a file system without locks
-            pass
-        except OSError as error:
-            raise UserError(f"cannot write {self._lock_file}: {reason(error)}") from error
-        try:
-            yield
-        finally:
-            if not self.partial.exists():
-                remove(self._lock_file)
-            lock.release()
+        with exclusively(self._lock_file, ""):
+            try:
+                yield
+            finally:
+                if not self.partial.exists():
+                    remove(self._lock_file)  # whoever still waits for it finds the work done
 
     @property
     def gone(self) -> bool:

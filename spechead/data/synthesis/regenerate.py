@@ -21,10 +21,11 @@ from typing import Annotated, Any
 from spechead.data.conversation import Conversation
 from spechead.data.messages import Unusable
 from spechead.data.sources import Row, parse, read_rows
-from spechead.data.synthesis.continuous import Continuation, ContinuousDecoder, Request, use_batch_attention
+from spechead.data.synthesis.continuous import Continuation, ContinuousDecoder, Request
 from spechead.data.synthesis.dialogue import Answer, Dialogue, split_turns
-from spechead.data.synthesis.journal import Entries, Entry, Journal, Place
+from spechead.data.synthesis.journal import SETTINGS, Entries, Entry, Journal, Place
 from spechead.data.synthesis.server import ChatServer, warning_of
+from spechead.data.template_record import recorded_date
 from spechead.errors import UserError
 from spechead.files import refuse_unwritable, remove, replacing, write_json
 from spechead.options import Range
@@ -83,6 +84,8 @@ class RegenerateOptions(TargetOptions):
         super().__post_init__()
         if self.out.is_dir():
             raise UserError(f"option out: {self.out} is a folder, name a file")
+        if not self.prompts:
+            raise UserError("option prompts: is empty, name a file, a folder or hf:NAME[:SPLIT]")
         source, out = Path(self.prompts).absolute(), self.out.absolute()
         if source == out or source in out.parents:
             raise UserError(f"option out: {self.out} is read as a source, name a file elsewhere")
@@ -109,8 +112,11 @@ def regenerate(options: RegenerateOptions) -> dict[str, Any]:
     refuse_unwritable(options.out.resolve().parent)
     source = survey(options)
     rank, world = process()
-    writer: ServerWriter | TargetWriter = ServerWriter(options) if options.server else TargetWriter(options)
     journal = Journal(options.out, rank)
+    if not options.server or options.target:  # else the server's template prints its own date
+        day = options.template_date or recorded_date(journal.partial / SETTINGS, journal.meta)
+        options = dataclasses.replace(options, template_date=day)
+    writer: ServerWriter | TargetWriter = ServerWriter(options) if options.server else TargetWriter(options)
     template = writer.chat.record() if writer.chat else {}
     settings = writer.settings | {"options": recorded(options) | template, "digest": source.digest}
     finished = journal.begin(settings)
@@ -181,8 +187,7 @@ class TargetWriter:
     def __init__(self, options: RegenerateOptions) -> None:
         options = dataclasses.replace(options, target=options.target or BUNDLED)
         self.options = options
-        self.target: Target = options.load(pack=False)  # packing is for a handful of rows, here there are many
-        use_batch_attention(self.target)
+        self.target: Target = options.load()
         self.chat: ChatTemplate | None = self.target.chat
         self.name = self.target.name
         self.settings = {
@@ -192,7 +197,7 @@ class TargetWriter:
         }
 
     def answer(self, dialogues: Iterator[Dialogue], record: Record, fail: Fail, wrote: Callable[[int], None]) -> None:
-        """Answer all turns of all dialogues; each is handed to `record`. `wrote` is told the tokens of each answer."""
+        """Answer all turns of all dialogues; each goes to `record`, the size of each answer to `wrote`."""
         chat = self.target.chat
 
         def request(dialogue: Dialogue) -> Request | None:
@@ -383,7 +388,10 @@ def write_rows(options: RegenerateOptions, journal: Journal, finished: dict[int,
                 file.write(json.dumps(entry["row"], ensure_ascii=False) + "\n")
         if not rows:
             remove(journal.partial)
-            raise UserError(f"no conversation was answered: {described(dropped)}")
+            raise UserError(
+                f"option prompts: no conversation was answered ({described(dropped)}); look at the rows with "
+                "`spechead data inspect`"
+            )
     sums = {name: counts.pop(name, 0) for name in ("turns", "tokens", "truncated", "refused")}
     named = dict(dropped.most_common(NAMED_REASONS))
     if others := dropped.total() - sum(named.values()):

@@ -11,28 +11,23 @@ import json
 import random
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from spechead.data.prompts import read_prompts
 from spechead.data.synthesis.continuous import Continuation, ContinuousDecoder, Request
-from spechead.data.synthesis.filters import (
-    SURROGATE,
-    SeenPrompts,
-    refuse_answer,
-    refuse_prompt,
-    without_surrogates,
-)
+from spechead.data.synthesis.filters import SeenPrompts, refuse_answer, refuse_prompt
 from spechead.data.synthesis.gathered import Gathered, Round, Row, describe_counts
 from spechead.data.synthesis.prompt_kinds import KINDS
 from spechead.data.synthesis.steering import Steering, closing_tokens, steering, system_text
+from spechead.data.template_record import recorded_date
 from spechead.errors import UserError
-from spechead.files import claim, make_folder, read_json, remove, write_json, write_text
+from spechead.files import SURROGATE, claim, clean, make_folder, read_json, remove, write_json, write_text
 from spechead.options import Range
 from spechead.progress import Progress
 from spechead.target.bundled import NAME as BUNDLED
-from spechead.target.chat_template import Message
+from spechead.target.chat_template import ChatTemplate, Message
 from spechead.target.model import Target
 from spechead.target.options import TargetOptions
 
@@ -50,7 +45,7 @@ class SynthesizeOptions(TargetOptions):
     dtype: str = "auto"
     """float32, bfloat16, float16; auto is bfloat16 where the device computes it natively."""
     out: Path = Path("synthetic.jsonl")
-    """JSONL file to write; OUT.meta.json records how it was made, OUT.partial/ contains unfinished work."""
+    """JSONL file to write (-o); OUT.meta.json records how it was made, OUT.partial/ contains unfinished work."""
     count: Annotated[int, Range(1)] = 1500
     """Conversations to write."""
     seed: int = 0
@@ -73,8 +68,8 @@ class SynthesizeOptions(TargetOptions):
     """Keep answers that repeat themselves: a small model loops when it is served, too, and a head can draft that."""
     batch_size: Annotated[int, Range(1)] = 64
     """Rows decoded at once: more is faster until memory runs out."""
-    turns: Annotated[int, Range(1)] = 1
-    """Most questions of a conversation; it has fewer where the next one, or its answer, is not usable."""
+    max_turns: Annotated[int, Range(1)] = 1
+    """Questions of a conversation at most; it has fewer where the next one, or its answer, is not usable."""
     language: str = ""
     """Language of the conversations, in words that the target understands (German, Brazilian Portuguese); empty:
     English. Others are not checked for their language, and their first words are left to the target."""
@@ -101,11 +96,12 @@ def synthesize(options: SynthesizeOptions) -> dict[str, Any]:
     partial = options.out.with_name(options.out.name + ".partial")
     if (partial / PARTIAL_OPTIONS).exists():
         claim_partial(partial, options)
+    options = replace(options, template_date=options.template_date or recorded_date(partial / PARTIAL_OPTIONS))
     gathered = Gathered(excluded, options.count)
     while not gathered.complete and round_file(partial, gathered.rounds).exists():
         gathered.add(read_json(round_file(partial, gathered.rounds)))
     target = options.load()
-    claim_partial(partial, options)  # not before: a target that cannot be loaded must not bind the next attempt
+    claim_partial(partial, options, target.chat)  # not before: a target that cannot be loaded must not bind it
     with Progress("synthesize", options.count, "conversation", done=len(gathered.rows)) as progress:
         writer = Writer(options, target, weights, progress)
         while not gathered.complete:
@@ -150,7 +146,7 @@ class Writer:
         self.options, self.target, self.weights, self.progress = options, target, weights, progress
         probe = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         openings = [self.steering(kind) for kind in weights]
-        if options.turns > 1:  # a template that refuses further turns does so before any work
+        if options.max_turns > 1:  # a template that refuses further turns does so before any work
             openings.append(self.steering(next(iter(weights)), probe))
         # The token that ends a user's turn is not always one that ends an answer.
         self.prompt_stops = target.eos_ids | {
@@ -170,7 +166,7 @@ class Writer:
         open_ = self.first_messages(kinds, chooser, gathered.prompts, dropped)
         usable = len(open_)
         done: list[Conversation] = []
-        for turn in range(self.options.turns):
+        for turn in range(self.options.max_turns):
             if turn:
                 open_ = self.further_messages(open_, chooser, dropped)
             open_ = self.answer(open_, chooser, dropped)
@@ -292,7 +288,7 @@ class Writer:
         return text, written.finished
 
     def text(self, written: Continuation) -> str:
-        return without_surrogates(self.target.tokenizer.decode(written.tokens, skip_special_tokens=False))
+        return clean(self.target.tokenizer.decode(written.tokens, skip_special_tokens=False))
 
 
 # ------------------------------------------------------------------------------------------------ kinds
@@ -325,11 +321,16 @@ def parse_kinds(text: str) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------ state
 
 
-def claim_partial(partial: Path, options: SynthesizeOptions) -> None:
-    """Bind the folder of unfinished work to these options, or raise UserError if it was begun with others."""
+def claim_partial(partial: Path, options: SynthesizeOptions, chat: ChatTemplate | None = None) -> None:
+    """Bind the folder of unfinished work to these options, or raise UserError if it was begun with others.
+
+    `chat`: the target's; before it is loaded, the recorded template is taken for the same.
+    """
+    path = partial / PARTIAL_OPTIONS
     settings = {k: v for k, v in dataclasses.asdict(options).items() if k not in FREE_OPTIONS}
+    record = chat.record() if chat else {name: read_json(path).get(name) for name in ("chat_template", "template_date")}
     remedy = "keep the old value, or delete that folder"
-    claim(partial / PARTIAL_OPTIONS, settings | {"dtype": options.precision}, remedy=remedy)
+    claim(path, settings | {"dtype": options.precision} | record, remedy=remedy)
 
 
 def round_file(partial: Path, number: int) -> Path:
@@ -339,7 +340,8 @@ def round_file(partial: Path, number: int) -> Path:
 def describe(options: SynthesizeOptions, target: Target, gathered: Gathered) -> dict[str, Any]:
     """The content of OUT.meta.json: enough to reproduce the file and to assess it."""
     settings = {k: v for k, v in dataclasses.asdict(options).items() if k not in ("out", "device", "dtype")}
-    settings["exclude"] = without_surrogates(options.exclude)  # the name of a file may be any bytes
+    settings["exclude"] = clean(options.exclude)  # the name of a file may be any bytes
+    settings |= target.chat.record()
     return {
         "target": target.name,
         "fingerprint": target.fingerprint,

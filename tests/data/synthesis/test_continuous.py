@@ -11,7 +11,6 @@ from spechead.data.synthesis.continuous import (
     Continuation,
     ContinuousDecoder,
     Request,
-    use_batch_attention,
 )
 from spechead.decoding.generate import generate
 from spechead.errors import UserError
@@ -42,7 +41,6 @@ def test_rows_equal_plain_decoding_whatever_their_neighbours(family: str) -> Non
     target = make_target(family)
     alone = [generate(target, prompt, max_new_tokens=cap).tokens for prompt, cap in zip(PROMPTS, CAPS, strict=True)]
     stops = frozenset({alone[5][6], *target.eos_ids})  # ends that row and perhaps others early
-    use_batch_attention(target)
     for batch_size in (1, 3, 8):
         written = decode(target, greedy(), batch_size, stops)
         assert set(written) == set(range(10))

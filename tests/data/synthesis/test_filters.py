@@ -2,7 +2,7 @@
 
 import pytest
 
-from spechead.data.synthesis.filters import SeenPrompts, refuse_answer, refuse_prompt, without_surrogates
+from spechead.data.synthesis.filters import SeenPrompts, refuse_answer, refuse_prompt
 
 
 @pytest.mark.parametrize(
@@ -38,11 +38,6 @@ def test_prompts(text: str, reason: str) -> None:
 )
 def test_prompts_in_another_language(text: str, reason: str) -> None:
     assert refuse_prompt(text, english=False) == reason
-
-
-def test_lone_surrogates_become_replacement_characters() -> None:
-    assert without_surrogates("a\ud83db\udc00") == "a\ufffdb\ufffd"
-    assert without_surrogates("a😀") == "a😀"
 
 
 @pytest.mark.parametrize(

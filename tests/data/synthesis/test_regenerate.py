@@ -25,7 +25,7 @@ from spechead.errors import UserError
 from spechead.target.chat_template import ChatTemplate
 from spechead.target.model import Target
 from tests.helpers.chat_server import Reply, chat_server, completion, echo
-from tests.helpers.targets import make_target
+from tests.helpers.targets import CHATML, make_target
 
 FORK = multiprocessing.get_context("fork")
 
@@ -400,7 +400,9 @@ def test_prompts_of_another_template_are_a_warning(
 
 
 def test_nothing_answered_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no conversation was answered: 15 refused by the server: no \(status 400\)"):
+    with pytest.raises(
+        UserError, match=r"no conversation was answered \(15 refused by the server: no \(status 400\)\)"
+    ):
         served(tmp_path, lambda *_: Reply({"error": "no"}, 400))
     assert list(options(tmp_path).out.parent.iterdir()) == []
 
@@ -446,3 +448,19 @@ def test_a_server_is_asked_by_one_process(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="option server: one process is enough"):
         options(tmp_path, server="http://x/v1")
+
+
+def test_a_later_day_goes_on_with_the_date_of_the_first(
+    tmp_path: Path, tiny: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dated = "{{ strftime_now('%Y-%m-%d') }}" + CHATML
+
+    def load(cls: type[Target], name: str, **more: Any) -> Target:
+        tiny.chat = ChatTemplate(tiny.tokenizer, dated, date=more["template_date"])
+        return tiny
+
+    monkeypatch.setattr(module.Target, "load", classmethod(load))
+    meta = regenerate(options(tmp_path, template_date="2024-07-26"))
+    assert meta["options"]["template_date"] == "2024-07-26"
+    assert regenerate(options(tmp_path)) == meta
+    assert "is there already, written with these settings" in capsys.readouterr().out

@@ -20,9 +20,11 @@ from spechead.data.synthesis.synthesize import (
     parse_kinds,
     synthesize,
 )
+from spechead.data.template_record import recorded_template, template_warning
 from spechead.errors import UserError
-from spechead.target.chat_template import ChatTemplate
-from tests.helpers.targets import make_target, make_toy_tokenizer
+from spechead.target.chat_template import ChatTemplate, read_template
+from spechead.target.model import Target
+from tests.helpers.targets import CHATML, make_target, make_toy_tokenizer
 
 NOUNS = ["apples", "bridges", "candles", "deserts", "engines", "forests", "gardens", "hammers", "islands"]
 END = 2  # <|im_end|>
@@ -131,13 +133,13 @@ def test_the_same_seed_writes_the_same_file(tmp_path: Path, script: Script) -> N
 def test_interrupted_and_started_again_it_comes_to_the_same_file(
     tmp_path: Path, script: Script, stop_after: int, turns: int
 ) -> None:
-    synthesize(options(tmp_path / "whole", turns=turns))
+    synthesize(options(tmp_path / "whole", max_turns=turns))
     calls, script.calls, script.stop_after = script.calls, 0, stop_after
     with pytest.raises(KeyboardInterrupt):
-        synthesize(options(tmp_path, turns=turns))
+        synthesize(options(tmp_path, max_turns=turns))
     assert not (tmp_path / "out.jsonl").exists()
     script.calls, script.stop_after = 0, 10**9
-    synthesize(options(tmp_path, turns=turns))
+    synthesize(options(tmp_path, max_turns=turns))
     assert (tmp_path / "out.jsonl").read_text() == (tmp_path / "whole" / "out.jsonl").read_text()
     # Whole rounds are not written again (with one turn, the first is of 32 prompts and at most as many answers).
     assert script.calls <= calls and (stop_after < 64 * turns or script.calls < calls)
@@ -224,7 +226,7 @@ def test_other_settings_are_refused_before_the_target_is_loaded(
     with pytest.raises(KeyboardInterrupt):
         synthesize(options(tmp_path))
     monkeypatch.setattr(SynthesizeOptions, "load", None)
-    for changes in ({"turns": 2}, {"language": "German"}):
+    for changes in ({"max_turns": 2}, {"language": "German"}):
         with pytest.raises(UserError, match=f"was begun with {next(iter(changes))} = "):
             synthesize(options(tmp_path, **changes))
 
@@ -250,7 +252,7 @@ def test_the_ids_of_the_answers_are_kept_as_they_were_written(tmp_path: Path, sc
 
 
 def test_conversations_of_several_turns(tmp_path: Path, script: Script) -> None:
-    meta = synthesize(options(tmp_path, turns=3))
+    meta = synthesize(options(tmp_path, max_turns=3))
     written = rows(tmp_path / "out.jsonl")
     turns = Counter(len(row["answer_ids"]) for row in written)
     assert set(turns) == {1, 2, 3} and sum(turns.values()) == 60
@@ -284,7 +286,7 @@ def test_a_follow_up_that_is_not_usable_ends_the_conversation(
         return script.written("Go on." if further else f" {' '.join(chooser.sample(NOUNS, 6))}?", finished=True)
 
     monkeypatch.setattr(script, "write", write)
-    meta = synthesize(options(tmp_path, count=20, turns=4))
+    meta = synthesize(options(tmp_path, count=20, max_turns=4))
     assert meta["turns"] == {"1": 20} and meta["dropped"]["follow-up: prompt too short"] >= 20
 
 
@@ -299,17 +301,17 @@ def test_an_answer_that_is_not_usable_takes_its_question_along(
         return script.written(f" {' '.join(words)}?", finished=True)
 
     monkeypatch.setattr(script, "write", write)
-    meta = synthesize(options(tmp_path, count=20, turns=2))
+    meta = synthesize(options(tmp_path, count=20, max_turns=2))
     assert meta["turns"] == {"1": 20} and meta["dropped"]["follow-up: answer empty"] > 0
     assert all(len(row["messages"]) == 2 for row in rows(tmp_path / "out.jsonl"))
 
 
 def test_an_excluded_follow_up_excludes_the_conversation(tmp_path: Path, script: Script) -> None:
-    synthesize(options(tmp_path / "all", turns=2))
+    synthesize(options(tmp_path / "all", max_turns=2))
     second = [r["messages"][2]["content"] for r in rows(tmp_path / "all" / "out.jsonl") if len(r["messages"]) > 2]
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join(json.dumps({"turns": [p]}) + "\n" for p in second[:5]))
-    meta = synthesize(options(tmp_path, turns=2, exclude=str(held_out)))
+    meta = synthesize(options(tmp_path, max_turns=2, exclude=str(held_out)))
     text = (tmp_path / "out.jsonl").read_text()
     assert meta["dropped"]["prompt is excluded"] >= 5 and not any(prompt in text for prompt in second[:5])
 
@@ -360,3 +362,26 @@ def test_kinds_that_are_behind_get_more() -> None:
 def test_kinds_of_the_command_line() -> None:
     assert parse_kinds("coding=2, maths") == {"coding": 2.0, "maths": KINDS["maths"].weight}
     assert set(parse_kinds("")) == set(KINDS)
+
+
+def test_the_template_is_recorded_as_it_is_rendered_and_a_later_day_keeps_the_date(
+    tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_target()
+    dated = "{{ strftime_now('%Y-%m-%d') }}" + CHATML
+    (tmp_path / "t.jinja").write_text(dated)
+
+    def load(cls: type[Target], name: str, **more: Any) -> Target:
+        text = read_template(more["chat_template"], target.tokenizer)
+        target.chat = ChatTemplate(target.tokenizer, text, date=more["template_date"])
+        return target
+
+    monkeypatch.setattr(module.Target, "load", classmethod(load))
+    given = {"chat_template": str(tmp_path / "t.jinja"), "count": 20}
+    script.stop_after = 30
+    with pytest.raises(KeyboardInterrupt):
+        synthesize(options(tmp_path / "out", template_date="2024-07-26", **given))
+    script.stop_after = 10**9
+    meta = synthesize(options(tmp_path / "out", **given))
+    assert meta["options"]["template_date"] == "2024-07-26"
+    assert template_warning(target.chat.record(), recorded_template(str(tmp_path / "out" / "out.jsonl")), "it is") == ""
