@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from spechead.data.preparation.prepare import prepare
+from spechead.data.preparation.settings import Preparation
 from spechead.errors import UserError
 from spechead.target.chat_template import ChatTemplate
 from spechead.training.distributed import Ranks
 from spechead.training.recipe import load_recipe
 from spechead.training.run_folder import claim_run, head_meta, head_weights, refuse_other_recipe, settle_date
-from tests.helpers.targets import make_toy_tokenizer
+from tests.helpers.targets import CHATML, make_toy_tokenizer
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 FACTS = {"target": "0" * 64, "samples": 3}
@@ -85,6 +87,16 @@ def test_a_run_keeps_the_date_on_which_it_began(tmp_path: Path) -> None:
     settle_date(later := load_recipe(), tmp_path, ALONE)
     assert later.target.template_date == "2026-01-02"
     claim_run(load_recipe(overrides=["--target.template_date", "2026-03-04"]), tmp_path, ALONE, FACTS)
+
+
+def test_prepared_data_bring_their_date(tmp_path: Path) -> None:
+    chat = ChatTemplate(make_toy_tokenizer(), "{{ strftime_now('%Y') }}" + CHATML, date="2024-07-26")
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]}
+    (tmp_path / "data.jsonl").write_text(json.dumps(row) + "\n")
+    prepare(Preparation([str(tmp_path / "data.jsonl")], chat, 64), tmp_path / "prepared")
+    recipe = load_recipe(overrides=["--data.train", str(tmp_path / "prepared")])
+    settle_date(recipe, tmp_path / "run", ALONE)
+    assert recipe.target.template_date == "2024-07-26"
 
 
 def test_what_a_head_file_says_of_its_training() -> None:

@@ -130,16 +130,16 @@ def open_for(folder: str, preparation: Preparation) -> Prepared:
         names = ("template_kwargs", "chat_template", "template_date", "tokenizer")
         name = next((name for name in names if here[name] != there.get(name)), "")
         what = f"{name} {there.get(name)!r}, here it is {here[name]!r}" if name else "another chat template"
-        raise UserError(f"{folder}: was prepared with {what}; prepare it anew for this target")
+        raise UserError(f"{folder}: was prepared with {what}; prepare it again for this target")
     if preparation.vocab_size and data.counts["max id"] >= preparation.vocab_size:
         raise UserError(
             f"{folder}: contains the id {data.counts['max id']}, the target's embedding has {preparation.vocab_size} "
-            "rows; prepare it anew for this target"
+            "rows; prepare it again for this target"
         )
     if data.counts["longest"] > preparation.length:
         raise UserError(
             f"option {prefix}max_length: {preparation.length} is below the longest sample of {folder}, "
-            f"{data.counts['longest']} tokens; raise it, or prepare it anew"
+            f"{data.counts['longest']} tokens; raise it, or prepare it again"
         )
     for name in ("weights", "limit"):
         if getattr(preparation, name):

@@ -231,7 +231,7 @@ def open_prepared(folder: Path, sources: Sequence[str] = ()) -> Prepared:
         ids = np.memmap(folder / IDS, np.int32, "r")
         supervised = np.memmap(folder / SUPERVISED, np.bool_, "r")
     except OSError as error:
-        raise UserError(f"{folder}: cannot be read, {reason(error)}; prepare it anew") from error
+        raise UserError(f"{folder}: cannot be read, {reason(error)}; prepare it again") from error
     except (KeyError, TypeError, ValueError) as error:
         raise damaged(folder, str(error)) from error
     if table.dtype != RECORD or table.shape != (samples,) or not samples:
@@ -255,7 +255,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise UserError(f"{folder}: is no prepared data set; `spechead data prepare` writes one")
     if index.get("schema") != SCHEMA:
-        raise UserError(f"{folder}: was prepared by another version of spechead; prepare it anew")
+        raise UserError(f"{folder}: was prepared by another version of spechead; prepare it again")
     for name, kind in (_KEYS | {"written by": dict}).items():
         if not isinstance(index.get(name), kind):
             raise damaged(folder, f"{INDEX} has no {name}")
@@ -263,4 +263,4 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 
 def damaged(folder: Path, why: str) -> UserError:
-    return UserError(f"{folder}: is damaged, {why}; prepare it anew")
+    return UserError(f"{folder}: is damaged, {why}; prepare it again")

@@ -211,7 +211,7 @@ KWARGS = ChatTemplate(make_toy_tokenizer(), keywords={"a": 1})
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"chat": KWARGS}, r"was prepared with template_kwargs \{\}, here it is \{'a': 1\}; prepare it anew"),
+        ({"chat": KWARGS}, r"was prepared with template_kwargs \{\}, here it is \{'a': 1\}; prepare it again"),
         ({"chat": ChatTemplate(make_toy_tokenizer(), FORGETS)}, "was prepared with chat_template ''"),
         ({"vocab_size": 50}, r"contains the id 96, the target's embedding has 50 rows"),
         ({"max_length": 59}, r"option data.max_length: 59 is below the longest sample of .*, 60 tokens; raise it"),
@@ -242,7 +242,7 @@ def test_another_tokenizer_or_template_of_its_own_is_named(preparation: Preparat
         prepare(replace(source, chat=ChatTemplate(tokenizer)))
     tokenizer = make_toy_tokenizer()
     tokenizer.chat_template = FORGETS
-    with pytest.raises(UserError, match="was prepared with another chat template; prepare it anew for this target"):
+    with pytest.raises(UserError, match="was prepared with another chat template; prepare it again for this target"):
         prepare(replace(source, chat=ChatTemplate(tokenizer)))
     with pytest.raises(UserError, match="cannot be combined with other sources or prepared again"):
         prepare(source, tmp_path / "again")
