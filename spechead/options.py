@@ -143,6 +143,8 @@ def normalise_flags(argv: Sequence[str], hints: dict[str, Any]) -> list[str]:
             name, value, has_value = name.removeprefix("no_"), "false", True
         elif has_value and not equals and name in hints:
             value = words.pop(0)
+        if name.endswith("+") and is_list(hints.get(name[:-1])):
+            raise UserError(f"unknown option {name}: repeat --{name[:-1]} for several values")
         if name not in hints or not has_value:
             flags.append(f"--{name}{equals}{value}")  # for the parser to accept or refuse
         elif is_list(hints[name]) and not value.startswith("["):

@@ -213,3 +213,19 @@ def test_a_number_too_large_for_a_float_is_one_line(words: list[str]) -> None:
 def test_values_at_the_edge_of_their_range_are_allowed() -> None:
     assert Limited(share=0.0, sizes=[1, 2], rate=2.0).rate == 2.0
     check_ranges(Outer())
+
+
+def test_the_parsers_own_way_to_append_is_refused_rather_than_dropped() -> None:
+    @dataclass
+    class Several:
+        """Options."""
+
+        stop: list[str] = field(default_factory=list)
+        """Strings."""
+        weights: list[float] = field(default_factory=list)
+        """Numbers."""
+
+    assert parse(Several, ["--stop", "a", "--stop", "b"], "x").stop == ["a", "b"]
+    for name in ("stop", "weights"):
+        with pytest.raises(UserError, match=rf"unknown option {name}\+: repeat --{name} for several values"):
+            parse(Several, [f"--{name}", "1", f"--{name}+", "2"], "x")

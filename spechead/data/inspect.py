@@ -13,6 +13,7 @@ from rich.text import Text
 from spechead.data.dataset import Sample
 from spechead.data.preparation.prepare import SampleOptions, cut_at_positions, prepare
 from spechead.data.preparation.prepared import Prepared, PreparedSamples, is_prepared
+from spechead.data.template_record import template_warnings
 from spechead.options import Range
 
 SUPERVISED_STYLE = "black on color(114)"
@@ -43,7 +44,7 @@ def inspect(options: InspectOptions, console: Console | None = None) -> dict[str
     counts = count_samples(data, samples)
     console.rule("counts")
     console.print(table(counts))
-    for line in cut_at_positions(preparation):
+    for line in [*template_warnings(preparation.chat.record(), preparation.sources), *cut_at_positions(preparation)]:
         console.print(line)
     for why in data.dropped:
         console.print(Text(f"{why}: {', '.join(data.dropped_at(why))}"))

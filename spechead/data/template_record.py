@@ -2,9 +2,11 @@
 
 import datetime
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from spechead.data.preparation.prepared import INDEX
 from spechead.files import read_json
 
 Record = dict[str, Any]  # as `ChatTemplate.record` gives it
@@ -34,12 +36,25 @@ def recorded_date(*records: Path) -> str:
     return datetime.date.today().isoformat()
 
 
+def template_warnings(used: Record, sources: Sequence[str]) -> list[str]:
+    """A line for each of the data sources that was written or prepared with another template."""
+    found = (template_warning(used, recorded_template(name), f"{name} was written") for name in sources)
+    return [f"{line} (options template_kwargs, chat_template)" for line in found if line]
+
+
+def date_of_data(sources: Sequence[str]) -> str:
+    """The date with which the first of the sources was rendered that records one; empty if none does."""
+    return next((date for source in sources if (date := (recorded_template(source) or {}).get("template_date"))), "")
+
+
 def recorded_template(source: str) -> Record | None:
-    """The template with which spechead wrote the JSONL file `source`, from its .meta.json.
+    """The template with which spechead wrote the JSONL file `source`, from its .meta.json, or prepared the folder.
 
     None without such a record: data of other origin, hub datasets. Raises UserError if the record is not JSON.
     """
-    path = Path(source + ".meta.json")
-    meta = read_json(path) if path.is_file() else None
-    options = meta.get("options") if isinstance(meta, dict) else None
-    return options if isinstance(options, dict) else None
+    for path, key in ((Path(source + ".meta.json"), "options"), (Path(source) / INDEX, "template")):
+        meta = read_json(path) if path.is_file() else None
+        record = meta.get(key) if isinstance(meta, dict) else None
+        if isinstance(record, dict):
+            return record
+    return None

@@ -13,7 +13,7 @@ from spechead.data.draft_vocabulary import draft_vocabulary
 from spechead.data.preparation.prepare import cut_at_positions, prepare, remarks
 from spechead.data.preparation.prepared import split_validation
 from spechead.data.preparation.settings import Preparation
-from spechead.data.template_record import recorded_template, template_warning
+from spechead.data.template_record import template_warnings
 from spechead.decoding.tree import parse_tree
 from spechead.heads import HEADS, Head
 from spechead.heads.init_from import InitHead
@@ -43,10 +43,8 @@ def load_data(recipe: Recipe, target: Target, ranks: Ranks) -> Data:
     prepared = prepare(preparation, quiet=not ranks.first)
     foreign = answers_of_other_models(prepared.written_by, target.name)
     if ranks.first:
-        for source in recipe.data.sources():
-            if warning := template_warning(target.chat.record(), recorded_template(source), f"{source} was written"):
-                print(f"data: {warning} (option target.template_kwargs)")
-        for line in [*cut_at_positions(preparation), *remarks(prepared)]:
+        warnings = template_warnings(target.chat.record(), recipe.data.sources())
+        for line in [*warnings, *cut_at_positions(preparation), *remarks(prepared)]:
             print(f"data: {line}")
         if foreign:
             print(f"data: {foreign}; a head learns most from the target's own answers (spechead data synthesize)")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spechead.data.preparation.prepared import is_prepared, read_index
+from spechead.data.template_record import date_of_data
 from spechead.errors import UserError
 from spechead.files import difference, flat, read_json, remove, write_json
 from spechead.heads import Head
@@ -46,15 +46,14 @@ def claim_run(recipe: Recipe, out: Path, ranks: Ranks, facts: dict[str, Any]) ->
 
 def settle_date(recipe: Recipe, out: Path, ranks: Ranks) -> None:
     """Set the date that the chat template prints, where the recipe leaves it open: that of the run in `out`, which may
-    have begun on an earlier day, else that of prepared data, else today's, the same on all ranks."""
+    have begun on an earlier day, else that of the data, else today's, the same on all ranks."""
     if recipe.target.template_date:
         return
     today = int(ranks.sum(torch.tensor(datetime.date.today().toordinal() if ranks.first else 0)))
     earlier = read_json(out / STARTED) if (out / STARTED).is_file() else None
     target = earlier.get("target") if isinstance(earlier, dict) else None
     recorded = target.get("template_date") if isinstance(target, dict) else None
-    for source in filter(is_prepared, recipe.data.sources()):
-        recorded = recorded or read_index(Path(source))["template"].get("template_date")
+    recorded = recorded or date_of_data(recipe.data.sources())
     recipe.target.template_date = str(recorded or datetime.date.fromordinal(today).isoformat())
 
 

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from spechead.data.template_record import recorded_date, recorded_template, template_warning
+from spechead.data.template_record import (
+    date_of_data,
+    recorded_date,
+    recorded_template,
+    template_warning,
+    template_warnings,
+)
 from spechead.errors import UserError
 from spechead.target.chat_template import prompt_ids
 from tests.helpers.targets import make_toy_tokenizer
@@ -68,6 +74,17 @@ def test_the_date_of_the_first_record_that_has_one(tmp_path: Path) -> None:
     two.write_text(json.dumps({"template_date": "2024-07-26"}))
     assert recorded_date(one, two, three) == recorded_date(three, two) == "2024-07-26"
     assert recorded_date(one, three) == recorded_date() == datetime.date.today().isoformat()
+
+
+def test_sources_that_were_written_otherwise_are_named_and_bring_their_date(tmp_path: Path) -> None:
+    one, two = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+    record = {"template_kwargs": {"a": 1}, "template_date": "2024-07-26"}
+    Path(two + ".meta.json").write_text(json.dumps({"options": record}))
+    (tmp_path / "prepared").mkdir()
+    (tmp_path / "prepared" / "index.json").write_text(json.dumps({"template": {"template_kwargs": {}}}))
+    [line] = template_warnings({"template_kwargs": {}}, [one, two, str(tmp_path / "prepared")])
+    assert line.startswith(f"{two} was written with template keywords") and "(options template_kwargs" in line
+    assert date_of_data([one, two]) == "2024-07-26" and date_of_data([one]) == ""
 
 
 def test_files_without_a_record(tmp_path: Path) -> None:

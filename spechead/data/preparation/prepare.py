@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from spechead.data.preparation.prepared import Prepared, Writer, is_prepared, open_prepared, read_index, writing
 from spechead.data.preparation.row_encoder import SMALL_ROWS, Outcome, outcomes
 from spechead.data.preparation.settings import Identity, Preparation, identify, prepared_cache
+from spechead.data.template_record import date_of_data, template_warnings
 from spechead.errors import UserError
 from spechead.files import exclusively, remove
 from spechead.options import Range
@@ -50,9 +51,10 @@ class SampleOptions(TemplateOptions):
     def preparation(self, sources: list[str], **more: Any) -> Preparation:
         """These options with `sources` as a `Preparation`."""
         rows, positions = load_limits(self.target, trust_remote_code=self.trust_remote_code)
+        day = self.template_date or date_of_data(sources)
         return Preparation(
             sources,
-            self.load_chat(),
+            replace(self, template_date=day).load_chat(),
             self.max_length,
             history=self.history,
             limit=self.limit,
@@ -89,7 +91,8 @@ def prepare_data(options: PrepareOptions) -> Prepared:
         options.sources, weights=options.weights, seed=options.seed, strict=options.strict
     )
     data = prepare(preparation, Path(options.out))
-    for line in [*cut_at_positions(preparation), *remarks(data)]:
+    warnings = template_warnings(preparation.chat.record(), options.sources)
+    for line in [*warnings, *cut_at_positions(preparation), *remarks(data)]:
         print(line)
     counts = data.counts
     print(
@@ -129,7 +132,9 @@ def open_for(folder: str, preparation: Preparation) -> Prepared:
     if here["digest"] != there.get("digest"):
         names = ("template_kwargs", "chat_template", "template_date", "tokenizer")
         name = next((name for name in names if here[name] != there.get(name)), "")
-        what = f"{name} {there.get(name)!r}, here it is {here[name]!r}" if name else "another chat template"
+        what = "another tokenizer" if name == "tokenizer" else "another chat template"
+        if name in ("template_kwargs", "template_date"):
+            what = f"{name} {there.get(name)!r}, here it is {here[name]!r}"
         raise UserError(f"{folder}: was prepared with {what}; prepare it again for this target")
     if preparation.vocab_size and data.counts["max id"] >= preparation.vocab_size:
         raise UserError(

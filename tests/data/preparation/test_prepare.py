@@ -212,7 +212,7 @@ KWARGS = ChatTemplate(make_toy_tokenizer(), keywords={"a": 1})
     ("changes", "message"),
     [
         ({"chat": KWARGS}, r"was prepared with template_kwargs \{\}, here it is \{'a': 1\}; prepare it again"),
-        ({"chat": ChatTemplate(make_toy_tokenizer(), FORGETS)}, "was prepared with chat_template ''"),
+        ({"chat": ChatTemplate(make_toy_tokenizer(), FORGETS)}, "was prepared with another chat template"),
         ({"vocab_size": 50}, r"contains the id 96, the target's embedding has 50 rows"),
         ({"max_length": 59}, r"option data.max_length: 59 is below the longest sample of .*, 60 tokens; raise it"),
         ({"positions": 40}, r"option data.max_length: 40 is below"),
@@ -238,7 +238,7 @@ def test_another_tokenizer_or_template_of_its_own_is_named(preparation: Preparat
     tokenizer = make_toy_tokenizer()
     tokenizer.add_tokens(["abc"])
     source = replace(preparation, sources=[str(tmp_path / "set")], weights=[])
-    with pytest.raises(UserError, match="was prepared with tokenizer '"):
+    with pytest.raises(UserError, match="was prepared with another tokenizer"):
         prepare(replace(source, chat=ChatTemplate(tokenizer)))
     tokenizer = make_toy_tokenizer()
     tokenizer.chat_template = FORGETS
