@@ -1,6 +1,7 @@
 """Compare the chat template in use with the one recorded with a head or with data."""
 
 import json
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,6 @@ def recorded_template(source: str) -> Record | None:
     None without such a record: data of other origin, hub datasets. Raises UserError if the record is not JSON.
     """
     path = Path(source + ".meta.json")
-    meta = read_json(path) if path.is_file() else None
+    meta = read_json(path) if isfile(path) else None
     options = meta.get("options") if isinstance(meta, dict) else None
     return options if isinstance(options, dict) else None

@@ -87,7 +87,10 @@ def test_an_answer_cut_within_its_thought_ends_there() -> None:
     assert written(THINKS, opened, [], answer("so"), cut=True) == "so"
     assert written(THINKS, opened, [], answer("<think>\nso"), cut=True) == "so"
     assert written(THINKS, ASKED, ["x"], answer("<think>\nso"), cut=True) == "<think>\nso"
-    assert written(THINKS, ASKED, ["<think>so</think><|im_end|>\n"], answer("", reasoning_content="so"), cut=True) == "<think>so"
+    assert (
+        written(THINKS, ASKED, ["<think>so</think><|im_end|>\n"], answer("", reasoning_content="so"), cut=True)
+        == "<think>so"
+    )
     # Where the template knows no thoughts, a tag is a part of the answer.
     assert written(CHAT, ASKED, ["<div> a<|im_end|>\n"], answer("<div> a"), cut=True) == "<div> a"
 

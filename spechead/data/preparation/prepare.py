@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field
+from os.path import exists
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -144,6 +145,8 @@ def open_for(folder: str, preparation: Preparation) -> Prepared:
     for name in ("weights", "limit"):
         if getattr(preparation, name):
             raise UserError(f"option {prefix}{name}: applies to conversations, {folder} is prepared; leave it out")
+    if preparation.history == "last" and data.index["settings"].get("history") != "last":
+        raise UserError(f"option {prefix}history: applies to conversations, {folder} is prepared; prepare it anew")
     if preparation.strict and data.dropped:
         raise strict_error(preparation, *data.first_dropped())
     return data
@@ -195,7 +198,7 @@ def refuse_foreign(folder: Path, sources: list[str]) -> None:
     for name in sources:
         if folder.resolve().is_relative_to(Path(name).resolve()):
             raise UserError(f"option out: {folder} is inside the source {name}, give a folder elsewhere")
-    if folder.exists() and not is_prepared(str(folder)) and (not folder.is_dir() or any(folder.iterdir())):
+    if exists(folder) and not is_prepared(str(folder)) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"option out: {folder} exists and is no prepared data set, give another folder")
 
 

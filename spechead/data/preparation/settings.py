@@ -27,6 +27,7 @@ from spechead.target.chat_template import ChatTemplate
 
 # The modules that samples may depend on.
 CODE = ("data/*.py", "data/preparation/*.py", "target/chat_template.py")
+HEAVIEST = 1000  # weight of a source; the table of samples lists each repetition
 
 
 class Task(NamedTuple):
@@ -58,11 +59,15 @@ class Preparation:
     prefix: str = ""  # of the options' names in messages
 
     def __post_init__(self) -> None:
+        if not self.sources:
+            raise UserError("no source of conversations is given")
         if self.weights and len(self.weights) != len(self.sources):
             raise UserError(
                 f"option {self.prefix}weights: {len(self.weights)} values for {len(self.sources)} sources; "
                 "give one for each, or none"
             )
+        if any(not 0 <= weight <= HEAVIEST for weight in self.weights):
+            raise UserError(f"option {self.prefix}weights: each must be from 0 to {HEAVIEST}, got {self.weights}")
 
     @property
     def length(self) -> int:
