@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from os.path import exists
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from spechead.data.preparation.prepared import Prepared, Writer, is_prepared, open_prepared, read_index, writing
 from spechead.data.preparation.row_encoder import SMALL_ROWS, Outcome, outcomes
-from spechead.data.preparation.settings import Identity, Preparation, identify, prepared_cache
+from spechead.data.preparation.settings import Identity, Preparation, identify, prepared_cache, stamps_of
 from spechead.errors import UserError
 from spechead.files import exclusively, remove
 from spechead.options import Range
@@ -211,6 +212,9 @@ def write(preparation: Preparation, identity: Identity, folder: Path) -> None:
         for outcome in results:
             tally.add(outcome, writer)
             progress.advance()
+        for before, after in zip_longest(identity.stamps, stamps_of(preparation.sources)):
+            if before != after:  # the key would be that of other data
+                raise UserError(f"{(before or after)[0]}: has changed while it was read; start again")
         tally.refuse_empty()
         what = {"key": identity.key, "sources": preparation.sources, "settings": preparation.settings()}
         writer.finish(what | {"template": template_of(preparation.chat)} | tally.index())
