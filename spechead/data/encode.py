@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from spechead.data.conversation import Conversation, Unusable
 from spechead.data.one_render import spans_in_one_render
-from spechead.data.written import complete, opened_thought, squeezed, written
+from spechead.data.written import complete, opened_thought, squeezed, turns_in, written
 from spechead.target.chat_template import ChatTemplate, TemplateError
 
 FEW_TURNS = 4  # up to which the prompt of every turn is rendered
@@ -160,11 +160,8 @@ class _Turns:
         message, prompt = self.messages[place], self.prompt(place)
         if not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")):
             return ""
-        try:
-            rendered = self.chat.render(self.messages[: place + 1], self.tools, keywords=self.keywords)
-        except TemplateError:  # some templates want a chat to end with the user
-            rendered = ""
-        return written(self.chat, prompt, rendered, message, cut=self.cut and place == self.places[-1])
+        turns = turns_in(self.chat, self.messages[: place + 1], self.tools, self.keywords, prompt)
+        return written(self.chat, prompt, turns, message, cut=self.cut and place == self.places[-1])
 
     # -------------------------------------------------------------------------------------------- kept ids
 

@@ -57,6 +57,8 @@ def message_of(message: Any) -> Message:
     for key, text in texts.items():
         if text is not None and not isinstance(text, str):
             raise Unusable(f"{key} that is not text", shown(text))
+    if not (reasoning or "").strip():
+        texts["reasoning_content"] = None  # a template may print an empty one, which the target does not write
     result |= {key: text for key, text in texts.items() if text is not None}
     if calls:
         result["tool_calls"] = calls

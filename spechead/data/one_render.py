@@ -99,7 +99,6 @@ def _token_spans(chat: ChatTemplate, text: str, spans: Sequence[Span]) -> tuple[
     encoded = chat.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     ids, starts = list(encoded["input_ids"]), [begin for begin, _ in encoded["offset_mapping"]]
     ends = [end for _, end in encoded["offset_mapping"]]
-    control = chat.terminator.lstrip()
     boundary, tokens = 0, []
     for begin, end in spans:
         first, last = bisect_left(starts, begin), bisect_left(starts, end)
@@ -109,5 +108,5 @@ def _token_spans(chat: ChatTemplate, text: str, spans: Sequence[Span]) -> tuple[
         if chat.tokenize(text[boundary:begin]) != ids[bisect_left(starts, boundary) : first]:
             return None
         tokens.append((first, last))
-        boundary = end - len(control)
+        boundary = end - len(chat.end_token)
     return ids, tokens

@@ -83,15 +83,40 @@ def loads(line: bytes) -> Any:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The file itself, or the data files in a folder, sorted; hidden ones and records `*.meta.json` are skipped."""
-    if not path.is_dir():
-        return [path]
-    inside = (file for file in path.rglob("*") if suffix_of(file) in SUFFIXES and file.is_file())
-    files = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-    files = sorted(file for file in files if not file.name.endswith(".meta.json"))
+    """The file itself, or the data files in a folder, sorted; hidden ones and records `*.meta.json` are skipped.
+
+    UserError for a name that no file can have, a folder without data files, and one that cannot be listed whole.
+    """
+    if "\0" in str(path):
+        raise UserError(f"cannot read {str(path)!r}: no file has such a name")
+    try:
+        if not path.is_dir():
+            return [path]
+        files = sorted(file for file in inside(path, set()) if is_data(file))
+    except OSError as error:
+        raise UserError(f"cannot read {error.filename or path}: {reason(error)}") from error
     if not files:
         raise UserError(f"{path}: the folder has no data file: {', '.join(SUFFIXES)}, also .gz")
     return files
+
+
+def inside(folder: Path, seen: set[Path]) -> Iterator[Path]:
+    """What is in a folder and those below, but for hidden names; linked folders too, each once."""
+    if (place := folder.resolve()) in seen:
+        return
+    seen.add(place)
+    for path in folder.iterdir():
+        if not path.name.startswith("."):
+            yield from inside(path, seen) if path.is_dir() else [path]
+
+
+def is_data(file: Path) -> bool:
+    """Whether a file in a folder is one of data; a link to nothing is one, which cannot be read."""
+    return (
+        suffix_of(file) in SUFFIXES
+        and not file.name.endswith(".meta.json")
+        and (file.is_file() or (file.is_symlink() and not file.exists()))
+    )
 
 
 def suffix_of(path: Path) -> str:
@@ -178,19 +203,27 @@ def parquet_values(batch: Any) -> list[Any]:
 
 def hub_rows(source: str, streaming: bool) -> Iterator[Row]:
     """`hf:NAME[:SPLIT]` through `datasets`; the split is `train` unless named."""
-    name, _, split = source.removeprefix(HUB_PREFIX).partition(":")
+    name, split = hub_name(source)
     try:
         from datasets import load_dataset
 
-        for number, row in enumerate(load_dataset(name, split=split or "train", streaming=streaming), start=1):
+        for number, row in enumerate(load_dataset(name, split=split, streaming=streaming), start=1):
             yield Row(f"{source} row {number}", without_nulls(row))
     except Exception as error:  # its many error classes have no common base
         raise UserError(f"dataset {source} cannot be loaded: {first_line(error)}") from error
 
 
+def hub_name(source: str) -> tuple[str, str]:
+    """The dataset and the split of `hf:NAME[:SPLIT]`, which is `train` unless named."""
+    name, _, split = source.removeprefix(HUB_PREFIX).partition(":")
+    if not name:
+        raise UserError(f"data source {source}: names no dataset, give it as {HUB_PREFIX}NAME[:SPLIT]")
+    return name, split or "train"
+
+
 def hub_version(source: str) -> str:
     """What identifies the contents of a hub dataset `hf:NAME[:SPLIT]`, without reading them."""
-    name = source.removeprefix(HUB_PREFIX).partition(":")[0]
+    name, _ = hub_name(source)
     try:
         from datasets import load_dataset_builder
 

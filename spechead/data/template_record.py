@@ -3,6 +3,7 @@
 import datetime
 import json
 from collections.abc import Sequence
+from os.path import isfile
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def recorded_template(source: str) -> Record | None:
     None without such a record: data of other origin, hub datasets. Raises UserError if the record is not JSON.
     """
     for path, key in ((Path(source + ".meta.json"), "options"), (Path(source) / INDEX, "template")):
-        meta = read_json(path) if path.is_file() else None
+        meta = read_json(path) if isfile(path) else None
         record = meta.get(key) if isinstance(meta, dict) else None
         if isinstance(record, dict):
             return record

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from spechead.target.chat_template import ChatTemplate, Message
+from spechead.target.chat_template import SENTINEL, ChatTemplate, Keywords, Message, TemplateError, Tools
 
 OPENED = re.compile(r"<([\w:]+)>\s*\Z")  # the prompt opens a thought
 CLOSED = re.compile(r"</([\w:]+)>\s*\Z")  # the prompt holds an empty one
 LEADING = re.compile(r"\A\s*<([\w:]+)>\s*")
 
 
-def written(chat: ChatTemplate, prompt: str, rendered: str, message: Message, *, cut: bool) -> str:
+def written(chat: ChatTemplate, prompt: str, turns: Iterable[str], message: Message, *, cut: bool) -> str:
     """What the target wrote after `prompt`, the end of its turn included; empty where that cannot be determined.
 
-    `rendered`: the chat with the message as the last; empty where the template refuses that. `cut`: the length cap
-    ended the answer, so that it has no terminator.
+    `turns`: as `turns_in` gives them. `cut`: the length cap ended the answer, so that it has no terminator.
     """
     closed = CLOSED.search(prompt)
     if closed and (message.get("reasoning_content") or f"</{closed[1]}>" in message["content"]):
@@ -29,11 +28,30 @@ def written(chat: ChatTemplate, prompt: str, rendered: str, message: Message, *,
     inside = _cut_thought(chat, prompt, message) if cut else ""
     if inside and not message.get("reasoning_content"):
         return _without_opening(prompt, inside)
-    texts = (_to_the_end(chat, text, cut) for text in _turns(chat, prompt, rendered))
+    texts = (_to_the_end(chat, text, cut) for text in turns)
     text = next((text for text in texts if complete(text, message)), None)
     if text is None:
         text = _composed(chat, prompt, message, cut)
     return text[: text.rfind(inside) + len(inside)] if inside else text
+
+
+def turns_in(
+    chat: ChatTemplate, messages: Sequence[Message], tools: Tools | None, keywords: Keywords, prompt: str
+) -> Iterator[str]:
+    """What the template writes after `prompt` for the last of `messages`: what follows in a render of them; where that
+    writes earlier turns otherwise, what follows in the render behind the message before."""
+    try:  # some templates want a chat to end with the user
+        rendered = chat.render(messages, tools, keywords=keywords)
+        if rendered.startswith(prompt):
+            yield rendered[len(prompt) :]
+        if len(messages) > 1:
+            marked = [*messages[:-2], {**messages[-2], "content": SENTINEL}]
+            asked = chat.prompt_text(marked, tools, keywords).rpartition(SENTINEL)
+            answered = chat.render([*marked, messages[-1]], tools, keywords=keywords).rpartition(SENTINEL)
+            if asked[1] and answered[1] and answered[2].startswith(asked[2]):
+                yield answered[2][len(asked[2]) :]
+    except TemplateError:
+        return
 
 
 def opened_thought(prompt: str) -> str:
@@ -55,18 +73,6 @@ def complete(text: str, message: Message) -> bool:
 def squeezed(text: str) -> str:
     """The text without blanks and line breaks, which templates trim and add."""
     return "".join(text.split())
-
-
-def _turns(chat: ChatTemplate, prompt: str, rendered: str) -> Iterator[str]:
-    """What may be the turn in a render: what follows the prompt; else, where earlier turns are rewritten, what follows
-    the end of the prompt from its last control token on, at its last place or, as a turn may contain it, before."""
-    if rendered.startswith(prompt):
-        yield rendered[len(prompt) :]
-    opening = chat.from_last_control(prompt)
-    start = rendered.rfind(opening) if opening else -1
-    while start >= 0:
-        yield rendered[start + len(opening) :]
-        start = rendered.rfind(opening, 0, start)
 
 
 def _to_the_end(chat: ChatTemplate, text: str, cut: bool) -> str:

@@ -103,27 +103,28 @@ class ChatTemplate:
     def ending(self) -> str:
         """The text after the content of an assistant's turn that is the last, such as `<|im_end|>` and a line break."""
         answered = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": SENTINEL}]
-        _, sentinel, after = self.render(answered).partition(SENTINEL)
+        _, sentinel, after = self.render(answered).rpartition(SENTINEL)
         if not sentinel:
             raise TemplateError(f"the chat template of {self.name} hides where an assistant turn begins or ends")
         return after
 
     @cached_property
+    def end_token(self) -> str:
+        """The control token that ends an assistant's turn, as text; empty if none does."""
+        found = [(self.ending.index(token), -len(token), token) for token in self.control if token in self.ending]
+        return min((place for place in found if place[2]), default=(0, 0, ""))[2]
+
+    @cached_property
     def terminator(self) -> str:
-        """The control token that ends an assistant's turn, as text with the blanks before it; empty if none does."""
-        stripped = self.ending.lstrip()
-        token = self.leading_control(stripped)
-        if token is None:
-            return ""
-        blanks = self.ending[: len(self.ending) - len(stripped)]
-        return blanks + str(self.tokenizer.convert_ids_to_tokens(token))
+        """What follows the content of an assistant's turn up to the control token that ends it; empty if none does."""
+        return self.ending[: self.ending.index(self.end_token) + len(self.end_token)] if self.end_token else ""
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
         """The control tokens with which the template ends an assistant's turn, of text or of a tool call."""
         found = set()
         try:
-            found.add(self.leading_control(self.ending.lstrip()))
+            found.add(self.control.get(self.end_token))
             called: list[Message] = [{"role": "user", "content": "Hi"}]
             called.append({"role": "assistant", "content": "", "tool_calls": [_CALL]})
             text = self.render(called, [_TOOL])

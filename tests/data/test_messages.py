@@ -146,3 +146,9 @@ def test_nothing_and_something() -> None:
     nothing: list[Any] = [None, "", b"", [], {}, (), 0, False]
     something: list[Any] = ["x", [None], {"a": None}, object()]
     assert all(is_empty(value) for value in nothing) and not any(is_empty(value) for value in something)
+
+
+@pytest.mark.parametrize("thought", ["", " \n", None])
+def test_a_blank_thought_is_none(thought: str | None) -> None:
+    said = {"role": "assistant", "content": "Yo"}
+    assert message_of(said | {"reasoning_content": thought}) == said

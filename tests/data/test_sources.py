@@ -1,10 +1,12 @@
 """Rows of files, folders and hub datasets: the same rows in every format, and what a fault costs."""
 
+import errno
 import gzip
 import json
 import os
 import re
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,9 @@ from pyarrow import parquet
 from spechead.data import sources
 from spechead.data.conversation import Conversation
 from spechead.data.messages import Unusable
-from spechead.data.sources import Row, parse, read_rows
+from spechead.data.preparation.prepared import is_prepared
+from spechead.data.sources import Row, hub_version, parse, read_rows
+from spechead.data.template_record import recorded_template
 from spechead.errors import UserError
 from tests.data.test_conversation import rows as any_row
 
@@ -219,6 +223,47 @@ def test_a_folder_without_data_is_named(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("x")
     with pytest.raises(UserError, match=r"the folder has no data file: \.jsonl"):
         questions(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b.jsonl", "x" * 5000 + ".parquet"])
+def test_a_name_that_no_file_can_have_is_refused(name: str) -> None:
+    with pytest.raises(UserError, match="^cannot read "):
+        questions(Path(name))
+    assert not is_prepared(name) and recorded_template(name) is None
+
+
+def test_no_data_file_of_a_folder_is_left_out(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    for place in (folder, elsewhere):
+        place.mkdir()
+        (place / "x.jsonl").write_bytes(lines(chat(place.name)))
+    (folder / "again").symlink_to(folder)
+    (folder / "linked").symlink_to(elsewhere)
+    assert sorted(questions(folder)) == ["data", "elsewhere"]
+    (folder / "y.jsonl").symlink_to(tmp_path / "absent")
+    with pytest.raises(UserError, match=r"cannot read .*y\.jsonl: no such file or folder"):
+        questions(folder)
+
+
+def test_a_folder_below_that_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "x.jsonl").write_bytes(lines(chat("a")))
+    listed = Path.iterdir
+
+    def refuse(folder: Path) -> Iterator[Path]:
+        if folder.name == "closed":
+            raise PermissionError(errno.EACCES, "no", str(folder))
+        return listed(folder)
+
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(UserError, match=r"cannot read .*closed: permission denied"):
+        questions(tmp_path)
+
+
+def test_a_hub_dataset_needs_a_name() -> None:
+    for read in (lambda: list(read_rows("hf:")), lambda: hub_version("hf::test")):
+        with pytest.raises(UserError, match="names no dataset, give it as hf:NAME"):
+            read()
 
 
 @settings(max_examples=100, deadline=None)

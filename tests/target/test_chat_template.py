@@ -42,6 +42,15 @@ def test_the_prompt_ends_where_the_answer_begins() -> None:
             ["<pad>"],
         ),
         ("{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}", "\n", "", []),
+        # The text before the control token is written as well.
+        (
+            "{% for m in messages %}{{ m.content | tojson }}<|im_end|>\n{% endfor %}",
+            '"<|im_end|>\n',
+            '"<|im_end|>',
+            ["<|im_end|>"],
+        ),
+        # The answer is shown before its turn, too.
+        ("{{ messages[-1].content }}<pad>" + CHATML, "<|im_end|>\n", "<|im_end|>", ["<|im_end|>"]),
         # A call ends otherwise than a text.
         (
             "{% for m in messages %}{{ m['content'] }}{% if m.tool_calls %}call<pad>{% else %}<|im_end|>{% endif %}"

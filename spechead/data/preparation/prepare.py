@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
+from os.path import exists
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from spechead.data.preparation.prepared import Prepared, Writer, is_prepared, open_prepared, read_index, writing
 from spechead.data.preparation.row_encoder import SMALL_ROWS, Outcome, outcomes
-from spechead.data.preparation.settings import Identity, Preparation, identify, prepared_cache
+from spechead.data.preparation.settings import Identity, Preparation, identify, prepared_cache, stamps_of
 from spechead.data.template_record import date_of_data, template_warnings
 from spechead.errors import UserError
 from spechead.files import exclusively, remove
@@ -149,6 +151,8 @@ def open_for(folder: str, preparation: Preparation) -> Prepared:
     for name in ("weights", "limit"):
         if getattr(preparation, name):
             raise UserError(f"option {prefix}{name}: applies to conversations, {folder} is prepared; leave it out")
+    if preparation.history == "last" and data.index["settings"].get("history") != "last":
+        raise UserError(f"option {prefix}history: applies to conversations, {folder} is prepared; prepare it anew")
     if preparation.strict and data.dropped:
         raise strict_error(preparation, *data.first_dropped())
     return data
@@ -200,7 +204,7 @@ def refuse_foreign(folder: Path, sources: list[str]) -> None:
     for name in sources:
         if folder.resolve().is_relative_to(Path(name).resolve()):
             raise UserError(f"option out: {folder} is inside the source {name}, give a folder elsewhere")
-    if folder.exists() and not is_prepared(str(folder)) and (not folder.is_dir() or any(folder.iterdir())):
+    if exists(folder) and not is_prepared(str(folder)) and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"option out: {folder} exists and is no prepared data set, give another folder")
 
 
@@ -213,6 +217,9 @@ def write(preparation: Preparation, identity: Identity, folder: Path) -> None:
         for outcome in results:
             tally.add(outcome, writer)
             progress.advance()
+        for before, after in zip_longest(identity.stamps, stamps_of(preparation.sources)):
+            if before != after:  # the key would be that of other data
+                raise UserError(f"{(before or after)[0]}: has changed while it was read; start again")
         tally.refuse_empty()
         what = {"key": identity.key, "sources": preparation.sources, "settings": preparation.settings()}
         writer.finish(what | {"template": template_of(preparation.chat)} | tally.index())

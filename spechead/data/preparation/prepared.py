@@ -15,7 +15,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from os.path import isfile
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any, overload
 
 import numpy as np
@@ -23,7 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from spechead.data.dataset import Sample
-from spechead.errors import UserError
+from spechead.errors import UserError, first_line
 from spechead.files import read_json, reason, replacing, write_json
 
 FORMAT, SCHEMA = "spechead prepared data", 1
@@ -102,6 +104,8 @@ class PreparedSamples(Sequence[Sample]):
         start, length, row = (int(self.table[name][index]) for name in ("start", "length", "row"))
         span = slice(start, start + length)
         ids = torch.from_numpy(self.data.ids[span].astype(np.int64))
+        if int(ids.min()) < 0 or int(ids.max()) > self.data.counts["max id"]:  # far from here, it would end a run
+            raise damaged(self.data.folder, f"{IDS} has ids that it cannot have")
         return Sample(ids, torch.from_numpy(self.data.supervised[span].copy()), row)
 
     def take(self, index: NDArray[Any]) -> PreparedSamples:
@@ -213,7 +217,7 @@ def writing(folder: Path) -> Iterator[Writer]:
 def is_prepared(name: str) -> bool:
     """Whether a source is the folder of a prepared data set, or of what is left of one."""
     folder = Path(name)
-    return (folder / INDEX).is_file() and any((folder / part).is_file() for part in (IDS, SUPERVISED, SAMPLES))
+    return isfile(folder / INDEX) and any(isfile(folder / part) for part in (IDS, SUPERVISED, SAMPLES))
 
 
 def open_prepared(folder: Path, sources: Sequence[str] = ()) -> Prepared:
@@ -226,14 +230,14 @@ def open_prepared(folder: Path, sources: Sequence[str] = ()) -> Prepared:
         index["sources"] = list(sources)
     try:
         counts = index["counts"]
-        tokens, samples = int(counts["tokens"]), int(counts["samples"])
+        tokens, samples, _ = (int(counts[name]) for name in ("tokens", "samples", "max id"))
         table = np.load(folder / SAMPLES, mmap_mode="r")
         ids = np.memmap(folder / IDS, np.int32, "r")
         supervised = np.memmap(folder / SUPERVISED, np.bool_, "r")
     except OSError as error:
         raise UserError(f"{folder}: cannot be read, {reason(error)}; prepare it again") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise damaged(folder, str(error)) from error
+    except (EOFError, KeyError, SyntaxError, TokenError, TypeError, ValueError) as error:  # of numpy's headers, too
+        raise damaged(folder, first_line(error)) from error
     if table.dtype != RECORD or table.shape != (samples,) or not samples:
         raise damaged(folder, f"{SAMPLES} does not have {samples} records")
     if len(ids) != tokens or len(supervised) != tokens:
@@ -249,7 +253,7 @@ def open_prepared(folder: Path, sources: Sequence[str] = ()) -> Prepared:
 
 def read_index(folder: Path) -> dict[str, Any]:
     """The index of a prepared data set; UserError as in `open_prepared`."""
-    if not (folder / INDEX).is_file():
+    if not isfile(folder / INDEX):
         raise UserError(f"{folder}: is no prepared data set, it has no {INDEX}; `spechead data prepare` writes one")
     index = read_json(folder / INDEX)
     if not isinstance(index, dict) or index.get("format") != FORMAT:

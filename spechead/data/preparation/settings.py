@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
@@ -27,6 +27,10 @@ from spechead.target.chat_template import ChatTemplate
 
 # The modules that samples may depend on.
 CODE = ("data/*.py", "data/preparation/*.py", "target/chat_template.py")
+HEAVIEST = 1000  # weight of a source; the table of samples lists each repetition
+
+
+Stamp = tuple[str, int, int]
 
 
 class Task(NamedTuple):
@@ -58,11 +62,17 @@ class Preparation:
     prefix: str = ""  # of the options' names in messages
 
     def __post_init__(self) -> None:
+        if not self.sources:
+            raise UserError("no source of conversations is given")
+        if not all(self.sources):
+            raise UserError("the name of a data source is empty")
         if self.weights and len(self.weights) != len(self.sources):
             raise UserError(
                 f"option {self.prefix}weights: {len(self.weights)} values for {len(self.sources)} sources; "
                 "give one for each, or none"
             )
+        if any(not 0 <= weight <= HEAVIEST for weight in self.weights):
+            raise UserError(f"option {self.prefix}weights: each must be from 0 to {HEAVIEST}, got {self.weights}")
 
     @property
     def length(self) -> int:
@@ -98,15 +108,29 @@ class Identity:
 
     key: str
     rows: int
+    stamps: list[Stamp] = field(compare=False)  # of the files when they were read for the key
 
 
 def identify(preparation: Preparation) -> Identity:
     """Read all data once for the key; raises UserError for a source that cannot be read."""
+    stamps = stamps_of(preparation.sources)
     contents, rows = zip(*(content(name) for name in preparation.sources), strict=True)
     parts = [contents, preparation.settings(), preparation.chat.digest, code_version()]
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]
     total = sum(rows) if all(rows) else 0
-    return Identity(key, min(total, preparation.limit) if preparation.limit else total)
+    return Identity(key, min(total, preparation.limit) if preparation.limit else total, stamps)
+
+
+def stamps_of(sources: Sequence[str]) -> list[Stamp]:
+    """Of all files of the sources, name, size and time of the last change: equal ones have not changed since."""
+    stamps = []
+    for path in (path for name in sources if not name.startswith(HUB_PREFIX) for path in files_of(Path(name))):
+        try:
+            state = path.stat()
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {reason(error)}") from error
+        stamps.append((str(path), state.st_size, state.st_mtime_ns))
+    return stamps
 
 
 def content(source: str) -> tuple[str, int]:

@@ -218,6 +218,7 @@ KWARGS = ChatTemplate(make_toy_tokenizer(), keywords={"a": 1})
         ({"positions": 40}, r"option data.max_length: 40 is below"),
         ({"weights": [2]}, r"option data.weights: applies to conversations, .* is prepared; leave it out"),
         ({"limit": 2}, r"option data.limit: applies to conversations"),
+        ({"history": "last"}, r"option data.history: applies to conversations"),
         ({"strict": True}, r"one.jsonl line 2: empty answer \(option data.strict\)"),
         ({"sources": ["{set}", "other.jsonl"]}, "is prepared, and cannot be combined with other sources"),
     ],
@@ -441,3 +442,23 @@ def test_every_kind_of_fault_is_counted_under_its_own_reason(tmp_path: Path) -> 
         first = 10 * i + 6
         step = 10 * len(FAULTS)
         assert data.dropped_at(why) == [f"{source} line {first + k * step}" for k in range(3)]
+
+
+def test_a_folder_with_a_name_that_none_can_have_is_refused(preparation: Preparation, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot write .*: File name too long"):
+        prepare(preparation, tmp_path / ("x" * 300))
+
+
+def test_a_source_that_changes_while_it_is_read_is_not_kept_as_what_it_was(
+    preparation: Preparation, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_set = module.write
+
+    def change_first(*arguments: Any) -> None:
+        write(tmp_path / "two.jsonl", [chat_row("So", "No"), chat_row("Hi", "Yo")])
+        write_set(*arguments)
+
+    monkeypatch.setattr(module, "write", change_first)
+    with pytest.raises(UserError, match="two.jsonl: has changed while it was read; start again"):
+        prepare(preparation)
+    assert visible(cache) == []

@@ -62,7 +62,7 @@ def samples_of(rows: list[int], lengths: list[int] | None = None) -> PreparedSam
     names = ("start", "length", "row", "place", "number", "kind", "writer")
     table = np.array(fields, np.dtype([(name, "<i8") for name in names]))
     ids = np.arange(3 * len(rows), dtype=np.int32)
-    return Prepared(Path(), INDEX_OF_TEST, ids, ids % 3 > 0, table).samples
+    return Prepared(Path(), INDEX_OF_TEST | {"counts": {"max id": len(ids)}}, ids, ids % 3 > 0, table).samples
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -149,6 +149,9 @@ def retable(field: str, value: int) -> Callable[[Path], None]:
     return apply
 
 
+HEADER = b"\x93NUMPY\x01\x00\x0f\x00"  # of 15 bytes
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -163,6 +166,8 @@ def retable(field: str, value: int) -> Callable[[Path], None]:
         (lambda folder: (folder / IDS).unlink(), "cannot be read, no such file"),
         (lambda folder: (folder / SAMPLES).unlink(), "cannot be read, no such file"),
         (lambda folder: (folder / SAMPLES).write_bytes(b"no"), "is damaged, "),
+        (lambda folder: (folder / SAMPLES).write_bytes(b""), "is damaged, "),
+        (lambda folder: (folder / SAMPLES).write_bytes(HEADER + b"{'descr': (((("), "is damaged, "),
         (lambda folder: np.save(folder / SAMPLES, np.zeros(4)), "samples.npy does not have 4 records"),
         (lambda folder: (folder / IDS).write_bytes(b""), "is damaged, "),
         (shorten(IDS), "is damaged, "),
@@ -177,6 +182,18 @@ def test_a_damaged_set_is_an_error_of_one_line(tmp_path: Path, damage: Callable[
     with pytest.raises(UserError) as error:
         open_prepared(folder)
     assert message in str(error.value) and str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("foreign", [-1, 10])
+def test_ids_that_were_never_written_are_no_sample(tmp_path: Path, foreign: int) -> None:
+    folder = write(tmp_path / "set")
+    ids = np.fromfile(folder / IDS, np.int32)
+    ids[4] = foreign
+    ids.tofile(folder / IDS)
+    samples = open_prepared(folder).samples
+    assert samples[0].ids.tolist() == [5, 6, 7]
+    with pytest.raises(UserError, match="is damaged, ids.bin has ids that it cannot have; prepare it anew"):
+        samples[1]
 
 
 # ------------------------------------------------------------------------------------------------ splitting

@@ -153,6 +153,17 @@ def test_weights_say_how_often_a_row_is_seen(preparation: Preparation) -> None:
     assert set(second) == {1, 2} and len(second) == 40 and 50 < sum(second) < 70
 
 
+@pytest.mark.parametrize("weight", [-1, 1000.5, 1e308, float("inf"), float("nan")])
+def test_a_weight_that_no_table_holds_is_refused(preparation: Preparation, weight: float) -> None:
+    with pytest.raises(UserError, match="weights: each must be from 0 to 1000, got"):
+        replace(preparation, weights=[1, weight])
+
+
+def test_a_source_is_needed(preparation: Preparation) -> None:
+    with pytest.raises(UserError, match="no source of conversations is given"):
+        replace(preparation, sources=[], weights=[])
+
+
 def test_the_share_is_drawn_from_the_seed(preparation: Preparation) -> None:
     def rows(seed: int) -> list[int]:
         return [task.number for task in replace(preparation, weights=[0.5, 0.5], seed=seed).tasks()]
