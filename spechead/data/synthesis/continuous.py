@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from spechead.decoding.sampling import COLDEST
 from spechead.errors import UserError
 from spechead.target import attention
 from spechead.target.cache import KVCache
@@ -92,7 +93,7 @@ class ContinuousDecoder:
         sampled = [i for i, row in enumerate(rows) if row.request.temperature > 0]
         if sampled:
             index = torch.tensor(sampled, device=logits.device)
-            temperatures = logits.new_tensor([rows[i].request.temperature for i in sampled])[:, None]  # [n, 1]
+            temperatures = logits.new_tensor([max(rows[i].request.temperature, COLDEST) for i in sampled])[:, None]  # [n, 1]
             # Drawing from the whole vocabulary would cost more than the model does.
             candidates, ids = logits[index].topk(min(self.top_k, logits.shape[-1]), -1)  # [n, k], descending
             shares = torch.softmax(candidates.double() / temperatures, -1)  # [n, k]

@@ -16,11 +16,18 @@ from typing import Any, BinaryIO, Self
 from filelock import FileLock
 
 from spechead.errors import UserError
-from spechead.files import claim, locked, make_folder, read_json, reason, remove
+from spechead.files import claim, clean, locked, make_folder, read_json, reason, remove
 
 Entry = dict[str, Any]  # {"number": row in the source, ...}
 Place = tuple[Path, int]  # a journal, and the offset of a line in it
 SETTINGS, LINES = "settings.json", "conversations.journal"
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError where `out` is there and is no file: a rename would put one in the place of a device."""
+    if out.exists() and not out.is_file():
+        kind = "a folder" if out.is_dir() else "a device or a pipe"
+        raise UserError(f"option out: {clean(str(out))} is {kind}, name a file")
 
 
 class Journal:
@@ -62,6 +69,7 @@ class Journal:
         make_folder(self.out.absolute().parent)
         lock = FileLock(self._lock_file)
         try:
+            self._lock_file.touch()  # where that fails, some systems would let the lock be awaited for ever
             lock.acquire()
         except NotImplementedError:  # a file system without locks
             pass

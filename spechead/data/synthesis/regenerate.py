@@ -23,7 +23,7 @@ from spechead.data.messages import Unusable
 from spechead.data.sources import Row, parse, read_rows
 from spechead.data.synthesis.continuous import Continuation, ContinuousDecoder, Request, use_batch_attention
 from spechead.data.synthesis.dialogue import Answer, Dialogue, split_turns
-from spechead.data.synthesis.journal import Entries, Entry, Journal, Place
+from spechead.data.synthesis.journal import Entries, Entry, Journal, Place, check_out
 from spechead.data.synthesis.server import ChatServer, warning_of
 from spechead.errors import UserError
 from spechead.files import refuse_unwritable, remove, replacing, write_json
@@ -81,8 +81,7 @@ class RegenerateOptions(TargetOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.out.is_dir():
-            raise UserError(f"option out: {self.out} is a folder, name a file")
+        check_out(self.out)
         source, out = Path(self.prompts).absolute(), self.out.absolute()
         if source == out or source in out.parents:
             raise UserError(f"option out: {self.out} is read as a source, name a file elsewhere")

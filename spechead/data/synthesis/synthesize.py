@@ -25,6 +25,7 @@ from spechead.data.synthesis.filters import (
     without_surrogates,
 )
 from spechead.data.synthesis.gathered import Gathered, Round, Row, describe_counts
+from spechead.data.synthesis.journal import check_out
 from spechead.data.synthesis.prompt_kinds import KINDS
 from spechead.data.synthesis.steering import Steering, closing_tokens, steering, system_text
 from spechead.errors import UserError
@@ -83,8 +84,7 @@ class SynthesizeOptions(TargetOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.out.is_dir():
-            raise UserError(f"option out: {self.out} is a folder, name a file")
+        check_out(self.out)
         if SURROGATE.search(self.language):
             raise UserError("option language: is not valid UTF-8")
 

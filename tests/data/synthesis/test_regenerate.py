@@ -438,8 +438,10 @@ def test_an_output_among_the_sources_is_refused(tmp_path: Path) -> None:
     for source, out in ((chosen.prompts, Path(chosen.prompts)), (str(tmp_path), tmp_path / "new.jsonl")):
         with pytest.raises(UserError, match="option out: .* is read as a source"):
             options(tmp_path, prompts=source, out=out)
-    with pytest.raises(UserError, match="is a folder"):
-        options(tmp_path, out=tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for out in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(UserError, match="is a (folder|device or a pipe), name a file"):
+            options(tmp_path, out=out)
 
 
 def test_a_server_is_asked_by_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
