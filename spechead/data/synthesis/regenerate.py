@@ -25,7 +25,7 @@ from spechead.data.synthesis.continuous import Continuation, ContinuousDecoder, 
 from spechead.data.synthesis.dialogue import Answer, Dialogue, split_turns
 from spechead.data.synthesis.journal import Entries, Entry, Journal, Place, check_out
 from spechead.data.synthesis.server import ChatServer, warning_of
-from spechead.errors import UserError
+from spechead.errors import UserError, first_line
 from spechead.files import refuse_unwritable, remove, replacing, write_json
 from spechead.options import Range
 from spechead.progress import Progress
@@ -183,6 +183,8 @@ class TargetWriter:
         self.target: Target = options.load(pack=False)  # packing is for a handful of rows, here there are many
         use_batch_attention(self.target)
         self.chat: ChatTemplate | None = self.target.chat
+        if not self.chat.source:  # else each chat would be refused, after all have been read
+            raise UserError(f"target {self.target.name!r} has no chat template; give one as option chat_template")
         self.name = self.target.name
         self.settings = {
             "target": self.target.name,
@@ -199,8 +201,8 @@ class TargetWriter:
             if dialogue.open():
                 try:
                     prompt = chat.prompt_ids(dialogue.messages, dialogue.tools, dialogue.keywords)
-                except TemplateError:
-                    dialogue.stop("refused by the chat template")
+                except TemplateError as error:
+                    dialogue.stop(f"refused by the chat template: {first_line(error.__cause__ or error)[:200]}")
                 else:
                     cap, temperature = self.options.max_new_tokens, dialogue.temperature
                     return Request(dialogue, prompt, cap, temperature, dialogue.turn_seed)

@@ -105,9 +105,9 @@ def synthesize(options: SynthesizeOptions) -> dict[str, Any]:
     while not gathered.complete and round_file(partial, gathered.rounds).exists():
         gathered.add(read_json(round_file(partial, gathered.rounds)))
     target = options.load()
-    claim_partial(partial, options)  # not before: a target that cannot be loaded must not bind the next attempt
     with Progress("synthesize", options.count, "conversation", done=len(gathered.rows)) as progress:
         writer = Writer(options, target, weights, progress)
+        claim_partial(partial, options)  # not before: a target that cannot be used must not bind the next attempt
         while not gathered.complete:
             round_, path = writer.round(gathered), round_file(partial, gathered.rounds)
             progress.advance(gathered.add(round_))

@@ -155,7 +155,15 @@ def test_chats_that_the_template_refuses_are_counted(tmp_path: Path, tiny: Targe
     )
     tiny.chat = ChatTemplate(tiny.tokenizer, template)
     meta = regenerate(options(tmp_path, [{"messages": user("bad")}, {"messages": user("good")}]))
-    assert meta["dropped"] == {"refused by the chat template": 1} and meta["conversations"] == 1
+    assert meta["dropped"] == {"refused by the chat template: no": 1} and meta["conversations"] == 1
+
+
+def test_a_target_without_a_template_is_refused_before_its_work(tmp_path: Path, tiny: Target) -> None:
+    tiny.tokenizer.chat_template = None
+    tiny.chat = ChatTemplate(tiny.tokenizer)
+    with pytest.raises(UserError, match="target 'tiny-llama' has no chat template; give one as option chat_template"):
+        regenerate(options(tmp_path))
+    assert not (tmp_path / "out").exists()
 
 
 def test_samples_follow_from_the_seed_whatever_the_batch(tmp_path: Path, tiny: Target) -> None:
