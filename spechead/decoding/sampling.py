@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spechead.decoding.random_source import RandomSource
 from spechead.decoding.tree import Tree
+from spechead.errors import UserError
 from spechead.options import Options, Range
 
 _MIX_SEED, _MIX_POSITION, _MODULUS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 1 << 63
@@ -139,10 +140,17 @@ class Drawing:
 
     def draw(self, logp: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """k draws without replacement from each row of `logp` [n, D] under the temperature: ids int64 [n, k] in the
-        order drawn, and the distributions [n, D] that they were drawn from, kept exactly as they were used."""
+        order drawn, and the distributions [n, D] that they were drawn from, kept exactly as they were used.
+
+        Raises UserError where `logp` is not finite."""
         q = (logp / max(self.temperature, COLDEST)).softmax(-1)
         q = q.clamp(min=torch.finfo(q.dtype).tiny)  # so that k tokens can be drawn however peaked it is
         rows = q.cpu()
+        if not rows.isfinite().all():
+            raise UserError(
+                "the drafter computes values that are not finite (infinite or NaN), and drafts cannot be drawn from "
+                "them; use --draft-dtype float32, or another head"
+            )
         drawn = []
         for row in rows:
             left = row.clone()

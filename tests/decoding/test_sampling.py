@@ -35,6 +35,12 @@ def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
         assert int(ids) == best and q.isfinite().all()
 
 
+def test_drafts_are_not_drawn_from_what_is_not_finite() -> None:
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(UserError, match="the drafter computes values that are not finite .*draft-dtype float32"):
+            Drawing(1.0, SeededSource(0)).draw(torch.tensor([[0.1, bad]]), 1)
+
+
 def test_warps_by_hand() -> None:
     assert torch.allclose(warp(LOGITS, 2.0, 0, 1.0), LOGITS / 2)
     kept = warp(LOGITS, 1.0, 2, 1.0)[0]

@@ -93,10 +93,10 @@ class ContinuousDecoder:
         sampled = [i for i, row in enumerate(rows) if row.request.temperature > 0]
         if sampled:
             index = torch.tensor(sampled, device=logits.device)
-            temperatures = logits.new_tensor([max(rows[i].request.temperature, COLDEST) for i in sampled])[:, None]  # [n, 1]
+            temperatures = logits.new_tensor([rows[i].request.temperature for i in sampled])[:, None]  # [n, 1]
             # Drawing from the whole vocabulary would cost more than the model does.
             candidates, ids = logits[index].topk(min(self.top_k, logits.shape[-1]), -1)  # [n, k], descending
-            shares = torch.softmax(candidates.double() / temperatures, -1)  # [n, k]
+            shares = torch.softmax(candidates.double() / temperatures.clamp(min=COLDEST), -1)  # [n, k]
             shares = shares.masked_fill(shares.cumsum(-1) - shares >= self.top_p, 0.0)
             draws = shares.new_tensor([rows[i].random.random() for i in sampled])[:, None]  # [n, 1]
             sums = shares.cumsum(-1)

@@ -300,7 +300,10 @@ def test_a_wrong_address_or_model_is_one_line(path: str, model: str, message: st
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://x/v1", "http:///v1", "/v1", "http://x:port/v1", "http://[x/v1", "http://x/v1\udce9"])
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000/v1", "ftp://x/v1", "http:///v1", "/v1", "http://x:port/v1", "http://[x/v1", "http://x/v1\udce9"],
+)
 def test_what_is_no_address_is_one_line(url: str) -> None:
     with pytest.raises(UserError, match="option server: "):
         ChatServer(url=url, model="target", settings={}).choose_model()
