@@ -92,6 +92,7 @@ def exclusively(lock: Path, note: str) -> Iterator[None]:
     make_folder(lock.parent)
     file = FileLock(lock)
     with suppress(OSError, NotImplementedError):  # a file system without locks
+        lock.touch()  # where that fails, some systems would let the lock be awaited for ever
         try:
             file.acquire(timeout=1)
         except Timeout:
@@ -112,6 +113,8 @@ def replacing(path: Path) -> Iterator[Path]:
     may be read as the umask says, whatever made them.
     """
     path = Path(os.path.abspath(path))
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise UserError(f"cannot write {path}: it is a device or a pipe")
     make_folder(path.parent)
     scratch, old = (path.with_name(f".{path.name}.{secrets.token_hex(4)}.{end}") for end in ("tmp", "old"))
     try:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from spechead.decoding.random_source import RandomSource
 from spechead.decoding.tree import Tree
+from spechead.errors import UserError
 from spechead.options import Options, Range
 
 _MIX_SEED, _MIX_POSITION, _MODULUS = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 1 << 63
@@ -30,6 +31,8 @@ grammar that advances, a watermark with a state) is not supported: it is called 
 several prefixes of one length at once, and for some lengths twice.
 """
 
+COLDEST = 1e-30  # below it, logits over the temperature leave the range of float32; the draw is greedy long before
+
 
 def warp(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: float = 0.0) -> Tensor:
     """Logits [N, V] under temperature, then top-k, top-p and min-p, in this order; tokens that are cut become -inf.
@@ -38,7 +41,7 @@ def warp(logits: Tensor, temperature: float, top_k: int, top_p: float, min_p: fl
     """
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    logits = logits / temperature
+    logits = logits / max(temperature, COLDEST)
     kept = min(top_k, logits.shape[-1]) if top_k else logits.shape[-1]
     if kept < logits.shape[-1] or top_p < 1.0:
         best, order = logits.topk(kept, -1)  # [N, kept], descending; sorting few is what top-k saves top-p
@@ -137,10 +140,17 @@ class Drawing:
 
     def draw(self, logp: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """k draws without replacement from each row of `logp` [n, D] under the temperature: ids int64 [n, k] in the
-        order drawn, and the distributions [n, D] that they were drawn from, kept exactly as they were used."""
-        q = (logp / self.temperature).softmax(-1)
+        order drawn, and the distributions [n, D] that they were drawn from, kept exactly as they were used.
+
+        Raises UserError where `logp` is not finite."""
+        q = (logp / max(self.temperature, COLDEST)).softmax(-1)
         q = q.clamp(min=torch.finfo(q.dtype).tiny)  # so that k tokens can be drawn however peaked it is
         rows = q.cpu()
+        if not rows.isfinite().all():
+            raise UserError(
+                "the drafter computes values that are not finite (infinite or NaN), and drafts cannot be drawn from "
+                "them; use --draft-dtype float32, or another head"
+            )
         drawn = []
         for row in rows:
             left = row.clone()

@@ -83,6 +83,8 @@ def _template(meta: Mapping[str, Any]) -> list[str]:
     lines = []
     if meta.get("chat_template"):
         lines.append(f"The head was trained with the chat template in {TEMPLATE}: serve the target with it.")
+    if meta.get("template_date"):
+        lines.append(f"The chat template printed {meta['template_date']} as the date; servers print the day.")
     if meta.get("template_kwargs"):
         lines.append(f"The chat template was given {meta['template_kwargs']}: requests need the same keywords.")
     return ["", *lines] if lines else []

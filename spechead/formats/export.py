@@ -100,7 +100,8 @@ def write_merged_target(options: ExportOptions, form: Format) -> None:
         with tempfile.TemporaryDirectory() as scratch:  # refuse the head before the target is written
             form.save(head, Path(scratch), info)
         target.model.to(info.dtype).save_pretrained(merged)
-        target.tokenizer.chat_template = head_info.template["chat_template"] or target.tokenizer.chat_template
+        if template := trained_template(head_info.template, target):
+            target.tokenizer.chat_template = template
         target.tokenizer.save_pretrained(merged)
 
 
@@ -120,7 +121,7 @@ def write_export(
     form = format_of(to, "to")
     with new_folder(out) as folder:
         form.save(head, folder, info)
-        if template := (meta or {}).get("chat_template"):
+        if template := trained_template(meta or {}, head.target):
             write_text(folder / TEMPLATE, template)
         write_json(folder / MANIFEST, make_manifest(head, to, info, folder))
         command = form.serve_command(head, out.name, info)
@@ -132,6 +133,19 @@ def write_export(
             raise UserError(
                 f"the files written for {form.SERVER} are not the head: {error}; they are removed"
             ) from error
+
+
+def trained_template(meta: Mapping[str, Any], target: Target) -> str:
+    """The Jinja text of the chat template that a head was trained with, where that was not the target's default; a name
+    is looked up among the target's own. Raises UserError where the target has none of that name."""
+    given = str(meta.get("chat_template") or "")
+    if not given:
+        return ""
+    named = target.tokenizer.chat_template
+    text = str(named.get(given, given)) if isinstance(named, dict) else given
+    if "{{" not in text and "{%" not in text:
+        raise UserError(f"target {target.name!r} has no chat template {given[:60]!r}, with which the head was trained")
+    return text
 
 
 def _check_command(options: ExportOptions, name: str) -> str:

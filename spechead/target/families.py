@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 from typing import Any
 
 import torch
@@ -53,7 +54,8 @@ def eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def ignored_generation(model: Any) -> dict[str, Any]:
-    """What the model's generation config sets apart from token ids, where it differs from transformers' defaults.
+    """What the model's generation config sets apart from token ids, where it differs from transformers' defaults, in
+    values that JSON has.
 
     None of it is applied: spechead takes only token ids from there.
     """
@@ -63,13 +65,23 @@ def ignored_generation(model: Any) -> dict[str, Any]:
     defaults = generation._get_default_generation_params()  # those of settings that are None
     taken = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"}
     return {
-        name: value
+        name: _plain(value)
         for name, value in sorted(generation.to_diff_dict().items())
         if name not in taken
         and not name.startswith("_")
         and value not in (defaults.get(name), None)
         and not (value is False and defaults.get(name) is None)
     }
+
+
+def _plain(value: Any) -> Any:
+    """A setting for a report: the content of an object of transformers, and the name of a number such as NaN."""
+    value = value.to_dict() if hasattr(value, "to_dict") else value
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return str(value)
+    return value
 
 
 def with_module(module: Any, old: nn.Module, new: nn.Module) -> Any:

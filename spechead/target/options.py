@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from spechead.errors import UserError
+from spechead.errors import UserError, first_line
+from spechead.files import SURROGATE
 from spechead.options import Options
 from spechead.target.chat_template import ChatTemplate, check_date, read_template
 from spechead.target.loading import DTYPES, choose_device, load_tokenizer, native_bfloat16
@@ -39,6 +41,12 @@ class TemplateOptions(TargetName):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_date(self.template_date)
+        try:
+            json.dumps(self.template_kwargs, allow_nan=False)
+        except (ValueError, TypeError) as error:
+            raise UserError(f"option template_kwargs: must be values that JSON has: {first_line(error)}") from error
+        if SURROGATE.search(self.chat_template):
+            raise UserError("option chat_template: is not valid UTF-8")
 
     def load_chat(self) -> ChatTemplate:
         """The tokenizer with the chat template of these options."""

@@ -17,11 +17,28 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from spechead.decoding.sampling import RepetitionPenalty, Sampler, warp
+from spechead.decoding.random_source import SeededSource
+from spechead.decoding.sampling import Drawing, RepetitionPenalty, Sampler, warp
 from spechead.decoding.tree import Tree
 from spechead.errors import UserError
 
 LOGITS = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-200, 1e-320])
+def test_next_to_no_temperature_is_greedy(temperature: float) -> None:
+    for logits in (LOGITS, -LOGITS, LOGITS * 1e4):
+        best = int(logits.argmax())
+        assert Sampler(temperature).probabilities(logits)[0, best] == 1
+        assert int(Sampler(temperature).draw(logits, [0])) == best
+        ids, q = Drawing(temperature, SeededSource(0)).draw(logits, 1)
+        assert int(ids) == best and q.isfinite().all()
+
+
+def test_drafts_are_not_drawn_from_what_is_not_finite() -> None:
+    for bad in (float("nan"), float("inf")):
+        with pytest.raises(UserError, match="the drafter computes values that are not finite .*draft-dtype float32"):
+            Drawing(1.0, SeededSource(0)).draw(torch.tensor([[0.1, bad]]), 1)
 
 
 def test_warps_by_hand() -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from spechead.errors import UserError
 from spechead.formats.capabilities import ExportInfo
 from spechead.formats.export import write_export
+from spechead.formats.push import publishable
 from tests.helpers.exporting import export_info, make_head, run, tiny
 from tests.helpers.targets import make_target
 
@@ -150,3 +151,19 @@ def test_the_tokenizer_of_another_target_is_not_kept(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="97 tokens of 98|tokens of .*: llama.cpp drafts only if"):
         write_export(head, "llama.cpp", tmp_path / "out", export_info(target, tmp_path))
     assert not (tmp_path / "out").exists()
+
+
+def test_the_template_of_the_training_goes_along(tmp_path: Path) -> None:
+    target = make_target()
+    text = "{{ messages[0].content }}"
+    target.tokenizer.chat_template = {"default": target.tokenizer.chat_template, "brief": text}
+    head = make_head("medusa", target)
+    for name, given in (("named", "brief"), ("given", text)):
+        meta = {"chat_template": given, "template_date": "2024-07-01"}
+        write_export(head, "vllm", tmp_path / name, export_info(target, tmp_path), meta)
+        assert (tmp_path / name / "chat_template.jinja").read_text() == text
+        assert "printed 2024-07-01 as the date" in (tmp_path / name / "README.md").read_text()
+        assert "chat_template.jinja" in [path.name for path in publishable(tmp_path / name)]
+    with pytest.raises(UserError, match="target 'tiny-llama' has no chat template 'long', with which the head was"):
+        write_export(head, "vllm", tmp_path / "none", export_info(target, tmp_path), {"chat_template": "long"})
+    assert not (tmp_path / "none").exists()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, WatermarkingConfig
 
 from spechead.errors import UserError
 from spechead.target.families import decoder_layers, eos_ids, ignored_generation, scaled_logits, with_module
@@ -43,6 +43,13 @@ def test_settings_of_the_generation_config_that_differ_from_the_defaults_are_nam
     config.update(temperature=0.6, max_length=99)
     assert ignored_generation(SimpleNamespace(generation_config=config)) == {"max_length": 99, "temperature": 0.6}
     assert ignored_generation(SimpleNamespace()) == {}
+    marks = WatermarkingConfig(greenlist_ratio=0.3)
+    odd = GenerationConfig()
+    odd.update(watermarking_config=marks, temperature=float("nan"))
+    assert ignored_generation(SimpleNamespace(generation_config=odd)) == {
+        "temperature": "nan",
+        "watermarking_config": marks.to_dict(),
+    }
 
 
 def test_a_copy_shares_all_but_one_module() -> None:

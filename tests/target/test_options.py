@@ -23,6 +23,14 @@ def test_an_unknown_dtype_is_named() -> None:
         TargetOptions(dtype="int8")
 
 
+def test_what_cannot_be_recorded_is_refused() -> None:
+    for value in (float("nan"), float("inf"), {1}):
+        with pytest.raises(UserError, match="option template_kwargs: must be values that JSON has"):
+            TargetOptions(template_kwargs={"deep": [value]})
+    with pytest.raises(UserError, match="option chat_template: is not valid UTF-8"):
+        TargetOptions(chat_template="{{ 1 }}\udce9")
+
+
 def test_the_options_reach_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, dict[str, Any]]] = []
     monkeypatch.setattr(module.Target, "load", lambda name, **more: calls.append((name, more)))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from spechead.decoding.sampling import COLDEST
 from spechead.errors import UserError
 from spechead.target.cache import KVCache
 from spechead.target.model import Target
@@ -86,7 +87,7 @@ class ContinuousDecoder:
             temperatures = logits.new_tensor([rows[i].request.temperature for i in sampled])[:, None]  # [n, 1]
             # Drawing from the whole vocabulary would cost more than the model does.
             candidates, ids = logits[index].topk(min(self.top_k, logits.shape[-1]), -1)  # [n, k], descending
-            shares = torch.softmax(candidates.double() / temperatures, -1)  # [n, k]
+            shares = torch.softmax(candidates.double() / temperatures.clamp(min=COLDEST), -1)  # [n, k]
             shares = shares.masked_fill(shares.cumsum(-1) - shares >= self.top_p, 0.0)
             draws = shares.new_tensor([rows[i].random.random() for i in sampled])[:, None]  # [n, 1]
             sums = shares.cumsum(-1)

@@ -15,6 +15,7 @@ from typing import Any
 
 from spechead.data.conversation import Conversation
 from spechead.data.messages import Message, Unusable
+from spechead.files import clean
 
 RESULTS = ("tool", "ipython", "function")
 
@@ -113,7 +114,7 @@ class Dialogue:
             "finish": "eos" if self.answers[-1].finished else "length",
             "target": target,
             "temperature": self.temperature,
-            "source": self.where,
+            "source": clean(self.where),  # the name of a file may be any bytes
         }
         if tokenizer:
             meta["tokenizer"] = tokenizer

@@ -13,11 +13,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from spechead.files import claim, exclusively, locked, read_json, remove
+from spechead.errors import UserError
+from spechead.files import claim, clean, exclusively, locked, read_json, remove
 
 Entry = dict[str, Any]  # {"number": row in the source, ...}
 Place = tuple[Path, int]  # a journal, and the offset of a line in it
 SETTINGS, LINES = "settings.json", "conversations.journal"
+
+
+def check_out(out: Path) -> None:
+    """Raise UserError where `out` is there and is no file: a rename would put one in the place of a device."""
+    if out.exists() and not out.is_file():
+        kind = "a folder" if out.is_dir() else "a device or a pipe"
+        raise UserError(f"option out: {clean(str(out))} is {kind}, name a file")
 
 
 class Journal:

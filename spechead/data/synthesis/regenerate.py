@@ -23,10 +23,10 @@ from spechead.data.messages import Unusable
 from spechead.data.sources import Row, parse, read_rows
 from spechead.data.synthesis.continuous import Continuation, ContinuousDecoder, Request
 from spechead.data.synthesis.dialogue import Answer, Dialogue, split_turns
-from spechead.data.synthesis.journal import SETTINGS, Entries, Entry, Journal, Place
+from spechead.data.synthesis.journal import SETTINGS, Entries, Entry, Journal, Place, check_out
 from spechead.data.synthesis.server import ChatServer, warning_of
 from spechead.data.template_record import recorded_date
-from spechead.errors import UserError
+from spechead.errors import UserError, first_line
 from spechead.files import refuse_unwritable, remove, replacing, write_json
 from spechead.options import Range
 from spechead.progress import Progress
@@ -82,8 +82,7 @@ class RegenerateOptions(TargetOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.out.is_dir():
-            raise UserError(f"option out: {self.out} is a folder, name a file")
+        check_out(self.out)
         if not self.prompts:
             raise UserError("option prompts: is empty, name a file, a folder or hf:NAME[:SPLIT]")
         source, out = Path(self.prompts).absolute(), self.out.absolute()
@@ -189,6 +188,8 @@ class TargetWriter:
         self.options = options
         self.target: Target = options.load()
         self.chat: ChatTemplate | None = self.target.chat
+        if not self.chat.source:  # else each chat would be refused, after all have been read
+            raise UserError(f"target {self.target.name!r} has no chat template; give one as option chat_template")
         self.name = self.target.name
         self.settings = {
             "target": self.target.name,
@@ -205,8 +206,8 @@ class TargetWriter:
             if dialogue.open():
                 try:
                     prompt = chat.prompt_ids(dialogue.messages, dialogue.tools, dialogue.keywords)
-                except TemplateError:
-                    dialogue.stop("refused by the chat template")
+                except TemplateError as error:
+                    dialogue.stop(f"refused by the chat template: {first_line(error.__cause__ or error)[:200]}")
                 else:
                     cap, temperature = self.options.max_new_tokens, dialogue.temperature
                     return Request(dialogue, prompt, cap, temperature, dialogue.turn_seed)

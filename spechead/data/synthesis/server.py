@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -20,8 +21,10 @@ from urllib.parse import urlsplit
 from spechead.data.messages import Cleaner, Unusable
 from spechead.data.synthesis.dialogue import Answer, Dialogue
 from spechead.errors import UserError, first_line
+from spechead.files import clean
 
 KEY = "OPENAI_API_KEY"
+BROKEN_OFF = ("abort", "error", "cancelled")  # finish reasons of an answer that the server has not finished
 PASSING = {408, 409, 425, 429}  # besides all from 500 on
 LONGEST_PAUSE_S, LONGEST_ASKED_PAUSE_S = 60.0, 600.0
 START_S = 30.0  # for the list of models
@@ -57,10 +60,15 @@ class ChatServer:
     _failures: int = field(default=0, init=False)  # since the last answer
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
         self.url = self.url.rstrip("/")
+        try:
+            parts = urlsplit(self.url)
+        except ValueError as error:
+            raise UserError(f"option server: {clean(self.url)} is no address: {first_line(error)}") from error
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise UserError(f"option server: {self.url} is no address, expected one like http://127.0.0.1:8000/v1")
+        if parts.username is not None or parts.query or parts.fragment:  # messages name the address
+            raise UserError(f"option server: must end in the path, without a name, key or query; set {KEY} instead")
         if not parts.path.strip("/"):
             raise UserError(f"option server: {self.url} lacks the path, give {self.url}/v1")
 
@@ -74,12 +82,13 @@ class ChatServer:
         address = f"{self.url}/models"
         try:
             reply = httpx.get(address, headers=headers(), timeout=START_S)
-            names = [str(model["id"]) for model in reply.json()["data"]] if reply.is_success else []
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # the latter of a proxy's address
             raise UserError(
                 f"option server: nothing answers at {address} ({first_line(error)}); start the server, or correct it"
             ) from error
-        except (ValueError, LookupError, TypeError) as error:
+        try:
+            names = [clean(str(model["id"])) for model in reply.json()["data"]] if reply.is_success else []
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise UserError(f"option server: {address} lists no models; does the address end in /v1?") from error
         if not reply.is_success:
             raise self._unusable(reply.status_code, address)
@@ -200,7 +209,7 @@ class ChatServer:
                 if asked_ids and reply.status_code in (400, 422) and b"return_token_ids" in reply.content:
                     self.token_ids = False
                     continue
-                if reply.status_code in (401, 403, 404, 405):
+                if reply.status_code < 400 or reply.status_code in (401, 403, 404, 405):
                     raise self._unusable(reply.status_code, str(reply.url))
                 self._failures = 0
                 raise Refused(message_of(reply))
@@ -229,7 +238,10 @@ class ChatServer:
 
 
 def headers() -> dict[str, str]:
+    """The key of the environment. Raises UserError where no request can hold it: other messages would show it."""
     key = os.environ.get(KEY, "").strip()
+    if not re.fullmatch("[!-~]*", key):
+        raise UserError(f"the key in the environment variable {KEY} has blanks or characters beyond ASCII; correct it")
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
@@ -241,8 +253,10 @@ def checked(content: bytes) -> dict[str, Any]:
         message = choice["message"]
         texts = [message.get("content"), thoughts(message)]
         calls, ids = message.get("tool_calls"), choice.get("token_ids")
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise Malformed(first_line(error)) from error
+    if choice.get("finish_reason") in BROKEN_OFF:
+        raise Malformed(f"it ended by {choice['finish_reason']}")
     if any(not isinstance(text, str | None) for text in texts) or not isinstance(calls, list | None):
         raise Malformed("a message must be text")
     if texts == [None, None] and not calls and not message.get("refusal") and choice.get("finish_reason") != "length":
@@ -265,7 +279,7 @@ def answer_of(body: dict[str, Any]) -> Answer:
         content=message.get("content") or "",
         ids=choice.get("token_ids") or [],
         finished=choice.get("finish_reason") != "length",
-        tokens=length if type(length) is int else 0,
+        tokens=length if type(length) is int and length > 0 else 0,
         reasoning=thoughts(message) or "",
         tool_calls=message.get("tool_calls") or [],
     )
@@ -277,14 +291,17 @@ def thoughts(message: dict[str, Any]) -> Any:
 
 
 def message_of(reply: Any) -> str:
-    """The server's own words for a refusal, as one line."""
+    """The server's own words for a refusal, as one line, without the key, which some repeat."""
     try:
         body = reply.json()
         error = body.get("error", body)
         text = error if isinstance(error, str) else error.get("message") or error.get("detail")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         text = reply.text
-    return f"{' '.join(str(text).split())[:200] or 'no reason'} (status {reply.status_code})"
+    line = clean(" ".join(str(text).split()))
+    if key := os.environ.get(KEY, "").strip():
+        line = line.replace(key, "<key>")
+    return f"{line[:200] or 'no reason'} (status {reply.status_code})"
 
 
 def pause_of(header: str) -> float:

@@ -19,6 +19,7 @@ from spechead.data.prompts import read_prompts
 from spechead.data.synthesis.continuous import Continuation, ContinuousDecoder, Request
 from spechead.data.synthesis.filters import SeenPrompts, refuse_answer, refuse_prompt
 from spechead.data.synthesis.gathered import Gathered, Round, Row, describe_counts
+from spechead.data.synthesis.journal import check_out
 from spechead.data.synthesis.prompt_kinds import KINDS
 from spechead.data.synthesis.steering import Steering, closing_tokens, steering, system_text
 from spechead.data.template_record import recorded_date
@@ -78,8 +79,7 @@ class SynthesizeOptions(TargetOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.out.is_dir():
-            raise UserError(f"option out: {self.out} is a folder, name a file")
+        check_out(self.out)
         if SURROGATE.search(self.language):
             raise UserError("option language: is not valid UTF-8")
 
@@ -101,9 +101,11 @@ def synthesize(options: SynthesizeOptions) -> dict[str, Any]:
     while not gathered.complete and round_file(partial, gathered.rounds).exists():
         gathered.add(read_json(round_file(partial, gathered.rounds)))
     target = options.load()
-    claim_partial(partial, options, target.chat)  # not before: a target that cannot be loaded must not bind it
     with Progress("synthesize", options.count, "conversation", done=len(gathered.rows)) as progress:
         writer = Writer(options, target, weights, progress)
+        claim_partial(
+            partial, options, target.chat
+        )  # not before: one that cannot be used must not bind the next attempt
         while not gathered.complete:
             round_, path = writer.round(gathered), round_file(partial, gathered.rounds)
             progress.advance(gathered.add(round_))

@@ -53,6 +53,13 @@ def test_conversations_without_a_turn_are_unusable(conversation: Conversation, r
     assert error.value.reason == reason
 
 
+def test_a_row_from_a_file_whose_name_is_no_text_can_be_written() -> None:
+    dialogue = Dialogue(0, "x\udce9.jsonl line 1", chat("u"))
+    assert dialogue.open()
+    dialogue.add(Answer("one", [7, 2], True))
+    assert dialogue.row("tiny", "")["meta"]["source"] == "x\ufffd.jsonl line 1"
+
+
 def test_the_targets_answers_take_the_place_of_the_sources() -> None:
     dialogue = Dialogue(4, "f line 5", chat("s u a u a"))
     assert dialogue.open() and shown(dialogue.messages) == "s0 u1"

@@ -1,11 +1,12 @@
 """The journal of finished conversations: half-written lines, other settings, other processes."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from spechead.data.synthesis.journal import Entries, Journal
+from spechead.data.synthesis.journal import Entries, Journal, check_out
 from spechead.errors import UserError
 from spechead.files import write_json
 
@@ -16,6 +17,21 @@ def add(journal: Journal, *numbers: int) -> None:
     with journal.appending() as appender:
         for number in numbers:
             appender.add({"number": number, "text": f"é{number}"})
+
+
+def test_a_folder_that_takes_no_files_is_one_line() -> None:
+    with pytest.raises(UserError, match="cannot write /proc/.out.jsonl.lock: no such file"):
+        Journal(Path("/proc/out.jsonl")).begin(SETTINGS)
+
+
+def test_only_a_file_is_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for out, kind in ((tmp_path, "a folder"), (tmp_path / "pipe", "a device or a pipe")):
+        with pytest.raises(UserError, match=f"option out: .* is {kind}, name a file"):
+            check_out(out)
+    (tmp_path / "out").write_text("")
+    check_out(tmp_path / "out")
+    check_out(tmp_path / "new")
 
 
 def test_entries_of_all_processes_are_found_by_number(tmp_path: Path) -> None:

@@ -155,7 +155,15 @@ def test_chats_that_the_template_refuses_are_counted(tmp_path: Path, tiny: Targe
     )
     tiny.chat = ChatTemplate(tiny.tokenizer, template)
     meta = regenerate(options(tmp_path, [{"messages": user("bad")}, {"messages": user("good")}]))
-    assert meta["dropped"] == {"refused by the chat template": 1} and meta["conversations"] == 1
+    assert meta["dropped"] == {"refused by the chat template: no": 1} and meta["conversations"] == 1
+
+
+def test_a_target_without_a_template_is_refused_before_its_work(tmp_path: Path, tiny: Target) -> None:
+    tiny.tokenizer.chat_template = None
+    tiny.chat = ChatTemplate(tiny.tokenizer)
+    with pytest.raises(UserError, match="target 'tiny-llama' has no chat template; give one as option chat_template"):
+        regenerate(options(tmp_path))
+    assert not (tmp_path / "out").exists()
 
 
 def test_samples_follow_from_the_seed_whatever_the_batch(tmp_path: Path, tiny: Target) -> None:
@@ -440,8 +448,10 @@ def test_an_output_among_the_sources_is_refused(tmp_path: Path) -> None:
     for source, out in ((chosen.prompts, Path(chosen.prompts)), (str(tmp_path), tmp_path / "new.jsonl")):
         with pytest.raises(UserError, match="option out: .* is read as a source"):
             options(tmp_path, prompts=source, out=out)
-    with pytest.raises(UserError, match="is a folder"):
-        options(tmp_path, out=tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    for out in (tmp_path, tmp_path / "pipe"):
+        with pytest.raises(UserError, match="is a (folder|device or a pipe), name a file"):
+            options(tmp_path, out=out)
 
 
 def test_a_server_is_asked_by_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,22 @@ def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert server.keys == ["Bearer abc", None]
 
 
+def test_the_key_is_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    with chat_server() as server:
+        for key in ("sk-a\nb", "sk-a b", "sk-é", "sk-\udce9"):
+            monkeypatch.setenv("OPENAI_API_KEY", key)
+            with pytest.raises(UserError, match="the key in the environment variable OPENAI_API_KEY has") as error:
+                ChatServer(url=server.address, model="target", settings={}).choose_model()
+            assert "sk-" not in str(error.value)
+        for address in (server.address.replace("//", "//me:sk-a@"), server.address + "?key=sk-a"):
+            with pytest.raises(UserError, match="option server: must end in the path") as error:
+                ChatServer(url=address, model="target", settings={})
+            assert "sk-" not in str(error.value)
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-a")
+    [one], _, _ = ask(one_by_one(Reply({"error": "no quota for sk-a"}, 400)), [dialogue("Hi")])
+    assert one.ended == "refused by the server: no quota for <key> (status 400)"
+
+
 def test_no_more_requests_at_a_time_than_allowed_and_no_fewer() -> None:
     def slow(request: dict[str, Any], times: int) -> Reply:
         reply = echo(request, times)
@@ -150,6 +166,9 @@ FAULTS: dict[str, Reply] = {
     "unreadable answer: an empty message": Reply(completion(None)),
     "unreadable answer: token_ids": Reply(completion("ok", token_ids=["a"])),
     "unreadable answer: NaN": Reply(b'{"choices": [{"message": {"content": "a", "tool_calls": [NaN]}}]}'),
+    "unreadable answer: maximum recursion depth": Reply(b'{"choices":' + b"[" * 200_000),
+    "unreadable answer: it ended by abort": Reply(completion("hal", "abort")),  # a scheduler that gave up
+    "unreadable answer: it ended by error": Reply(completion("hal", "error")),
     "unreadable answer": Reply(b'{"choices": [{"message": "ok"}]}'),
     "no connection: peer closed": Reply(b"{", headers={"Content-Length": "99"}),
 }
@@ -225,6 +244,8 @@ def test_pauses_are_given_in_seconds_or_as_a_date(header: str | Callable[[], str
         (Reply({"object": "error", "message": "bad"}, 400), "refused by the server: bad (status 400)"),
         (Reply(b"what?", 400), "refused by the server: what? (status 400)"),
         (Reply([1], 400), "refused by the server: [1] (status 400)"),
+        (Reply({"error": {"message": "half \ud800"}}, 400), "refused by the server: half \ufffd (status 400)"),
+        (Reply(b"[" * 200_000, 400), f"refused by the server: {'[' * 200} (status 400)"),
         (Reply(completion("I", "content_filter")), "refused by the server: content_filter"),
         (Reply(completion(None, message={"refusal": "I will not."})), "refused by the target"),
     ],
@@ -238,7 +259,12 @@ def test_a_refusal_is_not_tried_again(reply: Reply, reason: str) -> None:
 
 @pytest.mark.parametrize(
     ("status", "message"),
-    [(401, "refuses the key .401.; set OPENAI_API_KEY"), (403, "refuses the key"), (404, "status 404")],
+    [
+        (401, "refuses the key .401.; set OPENAI_API_KEY"),
+        (403, "refuses the key"),
+        (404, "status 404"),
+        (307, "status 307; does the address end in /v1"),
+    ],
 )
 def test_a_refusal_of_everything_ends_the_command(status: int, message: str) -> None:
     with pytest.raises(UserError, match=message):
@@ -274,10 +300,32 @@ def test_a_wrong_address_or_model_is_one_line(path: str, model: str, message: st
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://x/v1", "http:///v1", "/v1", "http://x:port/v1"])
+@pytest.mark.parametrize(
+    "url",
+    ["localhost:8000/v1", "ftp://x/v1", "http:///v1", "/v1", "http://x:port/v1", "http://[x/v1", "http://x/v1\udce9"],
+)
 def test_what_is_no_address_is_one_line(url: str) -> None:
     with pytest.raises(UserError, match="option server: "):
         ChatServer(url=url, model="target", settings={}).choose_model()
+
+
+def test_a_proxy_without_an_address_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "nowhere://x")
+    monkeypatch.setenv("NO_PROXY", "")
+    with pytest.raises(UserError, match="nothing answers at .*proxy"):
+        ChatServer(url="http://127.0.0.1:9/v1", model="target", settings={}).choose_model()
+
+
+def test_names_of_models_are_text() -> None:
+    with chat_server(models=["a\ud800"]) as server:
+        client = ChatServer(url=server.address, model="", settings={})
+        client.choose_model()
+    assert client.model == "a\ufffd"
+
+
+def test_a_length_below_nothing_is_not_counted() -> None:
+    [one], _, _ = ask(one_by_one(Reply(completion("ok") | {"usage": {"completion_tokens": -5}})), [dialogue("Hi")])
+    assert "tokens" not in one.count()
 
 
 def test_a_server_that_is_not_there_is_one_line() -> None:

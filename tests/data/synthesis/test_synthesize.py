@@ -219,6 +219,16 @@ def test_a_mistyped_target_does_not_bind_the_next_attempt(tmp_path: Path, script
     assert len(rows(tmp_path / "out.jsonl")) == 3
 
 
+def test_a_template_that_fails_does_not_bind_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = make_target()
+    monkeypatch.setattr(module.Target, "load", classmethod(lambda cls, name, **_: target))
+    for template in ("{{ raise_exception('never') }}", "{{ messages[0].role }}"):
+        target.chat = ChatTemplate(target.tokenizer, template)
+        with pytest.raises(UserError, match="refuses a chat: never|drops the content of a user turn"):
+            synthesize(options(tmp_path, chat_template=template))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_other_settings_are_refused_before_the_target_is_loaded(
     tmp_path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
 ) -> None:
