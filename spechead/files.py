@@ -113,7 +113,7 @@ def replacing(path: Path) -> Iterator[Path]:
     may be read as the umask says, whatever made them.
     """
     path = Path(os.path.abspath(path))
-    if path.exists() and not (path.is_file() or path.is_dir()):
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise UserError(f"cannot write {path}: it is a device or a pipe")
     make_folder(path.parent)
     scratch, old = (path.with_name(f".{path.name}.{secrets.token_hex(4)}.{end}") for end in ("tmp", "old"))

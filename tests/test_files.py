@@ -67,6 +67,13 @@ def test_a_folder_in_the_way_of_a_file(tmp_path: Path) -> None:
     assert list(tmp_path.parent.glob(".*.tmp")) == []
 
 
+def test_a_device_is_never_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="cannot write .*pipe: it is a device or a pipe"):
+        files.write_text(tmp_path / "pipe", "x")
+    assert (tmp_path / "pipe").is_fifo()
+
+
 def test_json_round_trip_and_no_nan(tmp_path: Path) -> None:
     value = {"α": [1, 2.5, None, True]}
     files.write_json(tmp_path / "x.json", value)

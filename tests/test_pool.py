@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from spechead.errors import UserError
-from spechead.pool import IN_FLIGHT, cores, map_in_order
+from spechead.pool import cores, map_in_order
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,7 +71,7 @@ def test_few_items_are_in_flight() -> None:
             yield taken
 
     for done, _ in enumerate(map_in_order(operator.neg, items(), 2), start=1):
-        assert taken <= done + 2 * IN_FLIGHT
+        assert taken <= done + 2
     assert taken == done == 100
 
 
@@ -90,6 +91,20 @@ def test_an_error_is_that_of_its_item_and_ends_the_processes() -> None:
 def test_a_worker_that_the_system_ends_is_an_error() -> None:
     with pytest.raises(UserError, match="option workers: the system ended a worker process"):
         list(map_in_order(end_at_five, range(100), 2))
+
+
+def end_in_the_middle(number: int) -> bytes:
+    if number == 5:  # while the result, larger than a pipe, is written
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        time.sleep(0.05)
+    return bytes(1 << 24)
+
+
+def test_a_worker_that_ends_within_a_result_is_an_error() -> None:
+    results = map_in_order(end_in_the_middle, range(100), 2)
+    with pytest.raises(UserError, match="option workers: the system ended a worker process"):
+        for _ in results:
+            time.sleep(0.05)  # so that results wait in their pipes
 
 
 def test_tokenizers_start_no_threads_in_workers(monkeypatch: pytest.MonkeyPatch) -> None:

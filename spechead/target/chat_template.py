@@ -67,7 +67,15 @@ class ChatTemplate:
                     raise
                 # Some templates join the arguments of a call as text, most print the object.
                 text = self.tokenizer.apply_chat_template(list(map(_with_texts, messages)), **options, **keywords)
-        except (ArithmeticError, AttributeError, JinjaError, LookupError, TypeError, ValueError) as error:
+        except (
+            ArithmeticError,
+            AttributeError,
+            JinjaError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as error:
             why = " ".join(str(error).split())
             raise TemplateError(f"the chat template of {self.name} refuses a chat: {why}") from error
         return str(text)

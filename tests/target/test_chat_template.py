@@ -152,6 +152,7 @@ def test_vicunas_template_writes_what_it_was_trained_on() -> None:
         "{{ messages[9].content }}",
         "{% if %}",
         "{{ 1 // 0 }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     ],
 )
 def test_a_template_that_fails_is_named(text: str) -> None:

@@ -152,7 +152,7 @@ def open_for(folder: str, preparation: Preparation) -> Prepared:
         if getattr(preparation, name):
             raise UserError(f"option {prefix}{name}: applies to conversations, {folder} is prepared; leave it out")
     if preparation.history == "last" and data.index["settings"].get("history") != "last":
-        raise UserError(f"option {prefix}history: applies to conversations, {folder} is prepared; prepare it anew")
+        raise UserError(f"option {prefix}history: applies to conversations, {folder} is prepared; prepare it again")
     if preparation.strict and data.dropped:
         raise strict_error(preparation, *data.first_dropped())
     return data

@@ -192,7 +192,7 @@ def test_ids_that_were_never_written_are_no_sample(tmp_path: Path, foreign: int)
     ids.tofile(folder / IDS)
     samples = open_prepared(folder).samples
     assert samples[0].ids.tolist() == [5, 6, 7]
-    with pytest.raises(UserError, match="is damaged, ids.bin has ids that it cannot have; prepare it anew"):
+    with pytest.raises(UserError, match="is damaged, ids.bin has ids that it cannot have; prepare it again"):
         samples[1]
 
 
