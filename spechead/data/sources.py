@@ -23,6 +23,7 @@ from spechead.files import reason
 HUB_PREFIX = "hf:"
 LINES = (".jsonl", ".ndjson")
 SUFFIXES = (*LINES, ".json", ".parquet")
+OTHER_FORMATS = (".arrow", ".bin", ".csv", ".md", ".pt", ".safetensors", ".tar", ".tsv", ".xlsx", ".zip")
 BOM = b"\xef\xbb\xbf"
 LONGEST_LINE = 64 * 2**20
 BATCH = 256
@@ -128,6 +129,8 @@ def suffix_of(path: Path) -> str:
 
 def file_rows(path: Path) -> Iterator[Row]:
     """Rows of one file by its suffix; where that says nothing, a first character `[` tells an array from lines."""
+    if suffix_of(path) in OTHER_FORMATS:
+        raise UserError(f"{path}: is of a format that is not read; give {', '.join(SUFFIXES)}, also .gz")
     suffix = suffix_of(path)
     try:
         if suffix == ".parquet":

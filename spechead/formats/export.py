@@ -78,6 +78,8 @@ def export(options: ExportOptions) -> Path:
     local = name != bundled.NAME and Path(name).is_dir() and not options.target_id
     command = form.serve_command(head, str(out), replace(info, target_id=name) if local else info)
     print(f"{head.kind} head for {form.SERVER}: {out}\n\nserve it:\n{command}\n")
+    if (out / TEMPLATE).is_file():
+        print(f"with the chat template that the head was trained with: --chat-template {out / TEMPLATE}\n")
     print(f"check it later:  {_check_command(options, name)}")
     return out
 

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, TemplateSyntaxError
 from jinja2.exceptions import TemplateError as JinjaError
 
 from spechead.errors import UserError
@@ -241,17 +242,29 @@ def read_template(value: str, tokenizer: Any) -> str:
     """The option chat_template as `ChatTemplate.text`: the contents of a file (or of one that ships with spechead, as
     shipped:PATH), a template as it is, or the name of one of the tokenizer's. Raises UserError for anything else."""
     named = tokenizer.chat_template if isinstance(getattr(tokenizer, "chat_template", None), dict) else {}
-    if not value or value in named or "{{" in value or "{%" in value:
+    if not value or value in named:
         return value
+    if "{{" in value or "{%" in value:
+        return _parsed(value)
     path = shipped(value.removeprefix("shipped:")) if value.startswith("shipped:") else Path(value)
     if path.is_file():
         try:
-            return path.read_text(encoding="utf-8")
+            return _parsed(path.read_text(encoding="utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             why = reason(error) if isinstance(error, OSError) else "it is not UTF-8 text"
             raise UserError(f"option chat_template: cannot read {value}: {why}") from error
     names = f"; the target's own are {', '.join(named)}" if named else ""
     raise UserError(f"option chat_template: {value[:60]!r} is neither a file nor a Jinja template{names}")
+
+
+def _parsed(text: str) -> str:
+    """The template, if it is one; UserError with the line of a mistake."""
+    marks = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")  # of what the assistant writes, a tag of transformers alone
+    try:
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(marks.sub("", text))
+    except TemplateSyntaxError as error:
+        raise UserError(f"option chat_template: line {error.lineno} of the template: {error.message}") from error
+    return text
 
 
 def check_date(value: str) -> None:

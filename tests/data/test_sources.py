@@ -273,3 +273,10 @@ def test_any_bytes_are_a_conversation_or_unusable(line: bytes, answered: bool) -
         assert isinstance(parse(Row("x", line), answered=answered), Conversation)
     except Unusable as error:
         assert error.reason
+
+
+@pytest.mark.parametrize("name", ["a.csv", "README.md", "weights.safetensors"])
+def test_files_of_other_formats_are_named_as_such(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("a,b\n")
+    with pytest.raises(UserError, match=f"{name}: is of a format that is not read; give .jsonl, .ndjson, .json"):
+        list(read_rows(str(tmp_path / name)))

@@ -171,3 +171,10 @@ def test_dates_are_checked() -> None:
     check_date("2026-12-01")
     with pytest.raises(UserError, match="option template_date: must be a date as YYYY-MM-DD, got '1 May'"):
         check_date("1 May")
+
+
+def test_a_mistake_in_a_template_is_named_with_its_line() -> None:
+    with pytest.raises(UserError, match="option chat_template: line 2 of the template: "):
+        read_template("{{ a }}\n{% if %}", None)
+    marked = "{% for m in messages %}{%- generation -%}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    assert read_template(marked, None) == marked

@@ -292,6 +292,8 @@ class Tally:
         why = ", ".join(f"{entry['count']} {name}" for name, entry in reasons.items())
         name, entry = next(iter(reasons.items()))
         remedy = entry["detail"].removeprefix(name).removeprefix(": ")
+        if name == "no assistant turn":
+            remedy = "`spechead data regenerate` lets the target answer them"
         if "too long" in reasons:
             remedy = f"raise {self.preparation.prefix}max_length, which is {self.preparation.length}"
             if self.preparation.length == self.preparation.positions:

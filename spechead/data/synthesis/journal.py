@@ -48,6 +48,10 @@ class Journal:
             if self._complete(settings):
                 remove(self.partial)
                 return None
+            if self.out.is_file() and self.gone:
+                raise UserError(
+                    f"option out: {self.out} is there, and not of these settings; delete it, or name another file"
+                )
             claim(self.partial / SETTINGS, settings, remedy="keep the old value, or delete that folder")
             return self.finished()
 

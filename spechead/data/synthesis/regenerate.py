@@ -206,6 +206,8 @@ class TargetWriter:
             if dialogue.open():
                 try:
                     prompt = chat.prompt_ids(dialogue.messages, dialogue.tools, dialogue.keywords)
+                    if dialogue.tools and prompt == chat.prompt_ids(dialogue.messages, None, dialogue.keywords):
+                        raise TemplateError("the chat template ignores tools")
                 except TemplateError as error:
                     dialogue.stop(f"refused by the chat template: {first_line(error.__cause__ or error)[:200]}")
                 else:

@@ -101,7 +101,7 @@ def test_what_is_worth_knowing_is_said_in_lines(preparation: Preparation, tmp_pa
             r"^none of 2 conversations can be used: 1 too long, 1 no assistant turn; "
             r"raise data.max_length, which is 20$",
         ),
-        ([chat_row("Hi")], 20, r"^none of 1 conversations can be used: 1 no assistant turn$"),
+        ([chat_row("Hi")], 20, r"^none of 1 conversations can be used: 1 no assistant turn; `spechead data regen"),
         (["{"], 20, r"1 not valid JSON; Expecting"),
         ([{"prompt": "a", "response": "b", "images": [1]}], 20, "1 column images is not supported"),
         ([""], 20, r"contains no conversation"),

@@ -20,7 +20,7 @@ def add(journal: Journal, *numbers: int) -> None:
 
 
 def test_a_folder_that_takes_no_files_is_one_line() -> None:
-    with pytest.raises(UserError, match="cannot write /proc/.out.jsonl.lock: no such file"):
+    with pytest.raises(UserError, match="cannot make the folder /proc/out.jsonl.partial: no such file"):
         Journal(Path("/proc/out.jsonl")).begin(SETTINGS)
 
 
@@ -87,11 +87,13 @@ def test_other_settings_are_refused(tmp_path: Path) -> None:
 def test_a_finished_file_is_known_by_its_record(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "out.jsonl")
     journal.out.write_text("{}\n")
-    assert journal.begin(SETTINGS) == {}  # of unknown origin: written again
+    with pytest.raises(UserError, match="option out: .* is there, and not of these settings"):
+        journal.begin(SETTINGS)  # of unknown origin
     write_json(journal.meta, SETTINGS | {"conversations": 1})
     assert journal.begin(SETTINGS) is None
     assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "out.jsonl.meta.json"}
-    assert journal.begin(SETTINGS | {"target": "another"}) == {}
+    with pytest.raises(UserError, match="option out: .* is there, and not of these settings"):
+        journal.begin(SETTINGS | {"target": "another"})
 
 
 def test_two_processes_of_one_number_exclude_each_other(tmp_path: Path) -> None:

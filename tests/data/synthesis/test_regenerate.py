@@ -286,8 +286,6 @@ def test_a_finished_file_is_not_written_again(tmp_path: Path, tiny: Target, caps
     before = chosen.out.stat().st_mtime_ns
     assert regenerate(chosen) == meta and chosen.out.stat().st_mtime_ns == before
     assert "is there already" in capsys.readouterr().out
-    regenerate(options(tmp_path, seed=1))
-    assert chosen.out.stat().st_mtime_ns != before
 
 
 def test_more_processes_than_conversations(tmp_path: Path, tiny: Target) -> None:
@@ -474,3 +472,19 @@ def test_a_later_day_goes_on_with_the_date_of_the_first(
     assert meta["options"]["template_date"] == "2024-07-26"
     assert regenerate(options(tmp_path)) == meta
     assert "is there already, written with these settings" in capsys.readouterr().out
+
+
+def test_a_result_of_other_settings_is_not_replaced(tmp_path: Path, tiny: Target) -> None:
+    regenerate(options(tmp_path))
+    before = options(tmp_path).out.read_bytes()
+    with pytest.raises(UserError, match="option out: .*out.jsonl is there, and not of these settings; delete it"):
+        regenerate(options(tmp_path, max_new_tokens=9))
+    assert options(tmp_path).out.read_bytes() == before
+
+
+def test_rows_with_tools_that_the_template_ignores_are_not_answered(tmp_path: Path, tiny: Target) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    rows = [{"messages": user("what is 0?"), "tools": tools}, {"messages": user("what is 0?")}]
+    meta = regenerate(options(tmp_path, rows))
+    assert meta["conversations"] == 1
+    assert [reason for reason in meta["dropped"] if "ignores tools" in reason]
