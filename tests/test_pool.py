@@ -114,7 +114,8 @@ def test_tokenizers_start_no_threads_in_workers(monkeypatch: pytest.MonkeyPatch)
 
 
 ENDLESS = """
-import itertools
+import itertools, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from spechead.pool import map_in_order
 from tests.test_pool import process
 for number, pid in enumerate(map_in_order(process, itertools.count(), 2)):

@@ -306,7 +306,8 @@ def test_mistakes_are_one_line(
 # ------------------------------------------------------------------------------------------------ several processes
 
 SCRIPT = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
 from pathlib import Path
 from spechead.data.preparation import prepare as module, row_encoder
 from spechead.target.chat_template import ChatTemplate
