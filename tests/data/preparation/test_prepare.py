@@ -352,7 +352,7 @@ def test_of_two_processes_one_writes_and_both_read(tmp_path: Path, cache: Path) 
     assert len(visible(cache)) == 1
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_an_interrupted_preparation_leaves_no_process_and_no_set(tmp_path: Path, sent: signal.Signals) -> None:
     (tmp_path / "out").mkdir()
     out = tmp_path / "out" / "set"
