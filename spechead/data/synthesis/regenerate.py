@@ -7,6 +7,7 @@ OUT.partial/; when all are finished, OUT has them in the order of the source.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import json
@@ -266,7 +267,7 @@ class ServerWriter:
 
     def answer(self, dialogues: Iterator[Dialogue], record: Record, fail: Fail, wrote: Callable[[int], None]) -> None:
         """Answer all turns of all dialogues; each is handed to `record`, or, with the reason, to `fail`."""
-        self.server.answer(dialogues, record, fail, wrote)
+        asyncio.run(self.server.answer(dialogues, record, fail, wrote))
 
 
 # ------------------------------------------------------------------------------------------------ the work

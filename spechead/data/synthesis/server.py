@@ -105,7 +105,7 @@ class ChatServer:
 
     # -------------------------------------------------------------------------------------------- dialogues
 
-    def answer(
+    async def answer(
         self,
         dialogues: Iterator[Dialogue],
         record: Callable[[Dialogue], None],
@@ -114,17 +114,8 @@ class ChatServer:
     ) -> None:
         """Answer all turns of all dialogues; each is handed to `record`, or, with the reason, to `fail`.
 
-        `wrote` is told the tokens of each answer. Raises UserError where the server refuses all requests, or is gone.
+        `wrote` gets the size of each answer. Raises UserError where the server refuses all requests, or is gone.
         """
-        asyncio.run(self._answer_all(dialogues, record, fail, wrote))
-
-    async def _answer_all(
-        self,
-        dialogues: Iterator[Dialogue],
-        record: Callable[[Dialogue], None],
-        fail: Callable[[Dialogue, str], None],
-        wrote: Callable[[int], None],
-    ) -> None:
         import httpx
 
         async def worker() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -34,9 +35,11 @@ def ask(
     settings = {"max_tokens": 9, "top_p": 1.0}
     with chat_server(script) as server:
         client = ChatServer(url=server.address, model="target", settings=settings, pause_s=0.01, **options)
-        client.answer(
-            iter(dialogues), answered.append, lambda one, reason: failed.update({one.number: reason}), lambda _: None
-        )
+
+        def fail(one: Dialogue, reason: str) -> None:
+            failed[one.number] = reason
+
+        asyncio.run(client.answer(iter(dialogues), answered.append, fail, lambda _: None))
     return answered, failed, server
 
 
