@@ -138,11 +138,14 @@ def test_workers_end_with_their_parent(sent: signal.Signals) -> None:
     )
     assert parent.stdout is not None
     pids = [int(parent.stdout.readline()) for _ in range(50)]
-    if sent == signal.SIGINT:
-        os.killpg(parent.pid, sent)  # as a terminal does
-    else:
-        parent.send_signal(sent)
-    _, err = parent.communicate(timeout=20)
+    try:
+        if sent == signal.SIGINT:
+            os.killpg(parent.pid, sent)  # as a terminal does
+        else:
+            parent.send_signal(sent)
+        _, err = parent.communicate(timeout=20)
+    finally:
+        parent.kill()
     assert parent.returncode == -sent and gone(pids)
     assert err.count("Traceback") == (1 if sent == signal.SIGINT else 0), "workers are silent"
 

@@ -363,8 +363,11 @@ def test_an_interrupted_preparation_leaves_no_process_and_no_set(tmp_path: Path,
         time.sleep(0.02)
     assert workers
     time.sleep(0.2)
-    os.killpg(process.pid, sent) if sent == signal.SIGINT else process.send_signal(sent)
-    process.communicate(timeout=30)
+    try:
+        os.killpg(process.pid, sent) if sent == signal.SIGINT else process.send_signal(sent)
+        process.communicate(timeout=30)
+    finally:
+        process.kill()
     assert process.returncode == -sent
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.02)
