@@ -132,6 +132,8 @@ class ChatTemplate:
     def stop_ids(self) -> frozenset[int]:
         """The control tokens with which the template ends an assistant's turn, of text or of a tool call."""
         found = set()
+        if not self._texts:
+            return frozenset()  # a tokenizer without a template, or no tokenizer
         try:
             found.add(self.control.get(self.end_token))
             called: list[Message] = [{"role": "user", "content": "Hi"}]
@@ -139,7 +141,7 @@ class ChatTemplate:
             text = self.render(called, [_TOOL])
             found |= set() if text.endswith(self.ending) else {self.trailing_control(text)}
         except UserError:
-            pass  # a target without a template, or without tools
+            pass  # a template that refuses such a chat, or tools
         return frozenset(token for token in found if token is not None)
 
     @cached_property

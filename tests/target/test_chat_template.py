@@ -166,6 +166,11 @@ def test_a_tokenizer_without_template_is_a_user_error_that_names_the_option() ->
         with_template(None).prompt_ids(HI)
 
 
+def test_a_target_may_have_no_tokenizer() -> None:
+    assert ChatTemplate(None).stop_ids == frozenset()
+    assert with_template(None).stop_ids == frozenset()
+
+
 def test_dates_are_checked() -> None:
     check_date("")
     check_date("2026-12-01")
