@@ -345,6 +345,7 @@ def begin(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_of_two_processes_one_writes_and_both_read(tmp_path: Path, cache: Path) -> None:
     source = write(tmp_path / "a.jsonl", [chat_row("Hi", f"{i}") for i in range(20)])
     outputs = [process.communicate(timeout=60) for process in (begin(source), begin(source))]

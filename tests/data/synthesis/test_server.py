@@ -197,6 +197,7 @@ def test_a_later_turn_that_fails_fails_the_conversation() -> None:
     assert [one.number for one in answered] == [1] and failed == {0: "status 500"}
 
 
+@pytest.mark.slow
 def test_a_server_that_is_gone_ends_the_command() -> None:
     def script(request: dict[str, Any], times: int) -> Reply:
         number = int(request["messages"][-1]["content"])
