@@ -187,7 +187,7 @@ def test_the_first_stage_leaves_the_adapter_alone_and_the_second_moves_all_of_it
                 assert bool(tensor.any()) is moved, name
 
 
-@pytest.mark.parametrize("zero,precision", [(0, "float32"), (2, "bf16")])
+@pytest.mark.parametrize("zero,precision", [(0, "float32"), pytest.param(2, "bf16", marks=pytest.mark.slow)])
 def test_the_adapters_first_step_is_as_long_as_its_rate(
     zero: int, precision: str, folder: Path, tmp_path: Path
 ) -> None:
