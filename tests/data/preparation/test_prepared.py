@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spechead.data.dataset import Sample, digest
@@ -205,6 +205,7 @@ def split_as_one_sample_each(count: int, share: float, seed: int) -> list[int]:
     return sorted(np.random.default_rng(seed).permutation(count)[: min(held, count - 1)].tolist())
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.floats(0, 0.99), st.integers(0, 5))
 def test_a_split_is_a_partition(count: int, share: float, seed: int) -> None:
     rows = [2 * number for number in range(count)]  # others were dropped
@@ -215,6 +216,7 @@ def test_a_split_is_a_partition(count: int, share: float, seed: int) -> None:
     assert (len(held) > 0) == (share > 0 and count > 1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=12), st.integers(0, 5))
 def test_all_samples_of_a_conversation_are_on_one_side(repeats: list[int], seed: int) -> None:
     rows = [row for row, count in enumerate(repeats) for _ in range(count)]
