@@ -231,6 +231,7 @@ def finish(run: Run, state: TrainState) -> Path:
             "machine": f"{platform.machine()}, {platform.system()}, {torch.get_num_threads()} threads",
         }
         write_json(run.out / FINISHED, provenance | {"spechead": __version__})
+        print(f"head: {folder}\nmeasure it:  spechead eval --head {folder}")
     run.ranks.barrier()
     return folder
 
