@@ -3,7 +3,7 @@
     python eval/regenerate_check.py --vllm .venv-vllm/bin/python    # `make regenerate-check`
 
 `spechead data regenerate` answers the held-out prompts greedily in float32, once with the target in this process and
-once with vLLM, which also tells the ids of its prompts. Nearly all answers must have the same ids (two logits may tie
+once with vLLM, which also returns the ids of its prompts. Nearly all answers must have the same ids (two logits may tie
 within the rounding of float32), and all prompts must be those of our chat template. Exit code 1 otherwise.
 """
 

@@ -23,7 +23,7 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session", autouse=True)
 def prepared_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Data sets are prepared anew in each session, in a folder that goes with it."""
+    """Data sets are prepared once in each session, in a folder that goes with it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECHEAD_PREPARED", str(tmp_path_factory.mktemp("prepared")))
         yield

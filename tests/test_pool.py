@@ -1,12 +1,10 @@
-"""Work of several processes: in order, bounded, and never left behind."""
+"""Work of several processes: in order, bounded, and none is left over."""
 
 from __future__ import annotations
 
 import operator
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,8 +15,7 @@ import pytest
 
 from spechead.errors import UserError
 from spechead.pool import cores, map_in_order
-
-ROOT = Path(__file__).parents[1]
+from tests.helpers.processes import begin, end
 
 
 def process(_: int) -> int:
@@ -126,26 +123,10 @@ for number, pid in enumerate(map_in_order(process, itertools.count(), 2)):
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_workers_end_with_their_parent(sent: signal.Signals) -> None:
-    command = [sys.executable, "-c", ENDLESS]
-    parent = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    parent = begin(ENDLESS)
     assert parent.stdout is not None
     pids = [int(parent.stdout.readline()) for _ in range(50)]
-    try:
-        if sent == signal.SIGINT:
-            os.killpg(parent.pid, sent)  # as a terminal does
-        else:
-            parent.send_signal(sent)
-        _, err = parent.communicate(timeout=20)
-    finally:
-        parent.kill()
+    err = end(parent, sent)
     assert parent.returncode == -sent and gone(pids)
     assert err.count("Traceback") == (1 if sent == signal.SIGINT else 0), "workers are silent"
 

@@ -17,9 +17,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spechead.data.answer_text import answer_text, complete, opened_thought, squeezed, turns_in
 from spechead.data.conversation import Conversation, Unusable
 from spechead.data.one_render import spans_in_one_render
-from spechead.data.written import complete, opened_thought, squeezed, turns_in, written
 from spechead.target.chat_template import ChatTemplate, TemplateError
 
 FEW_TURNS = 4  # up to which the prompt of every turn is rendered
@@ -82,7 +82,7 @@ class _Turns:
     def refuse_ignored(self) -> None:
         """Raise Unusable for tools, or a message, without a trace in the prompt of an answer after them."""
         before, prompt = self.messages[: self.places[-1]], self.prompt(self.places[-1])
-        if self.tools and prompt == self.chat.prompt_text(before, None, self.keywords):
+        if self.chat.ignores_tools(before, self.tools, self.keywords, prompt):
             raise Unusable("tools that the chat template ignores", self.chat.name)
         printed = squeezed(prompt)
         for i, message in enumerate(before):
@@ -148,20 +148,20 @@ class _Turns:
 
     def tokenized(self, place: int, prompt: list[int]) -> list[int]:
         """The ids of the answer's text; empty where that cannot be determined."""
-        text = self.written(place)
+        text = self.answer_text(place)
         if not text:
             return []
         whole = self.chat.tokenize(self.prompt(place) + text)
         # While decoding, the prompt is tokenised alone: no token may straddle its end.
         return whole[len(prompt) :] if whole[: len(prompt)] == prompt else self.chat.tokenize(text)
 
-    def written(self, place: int) -> str:
+    def answer_text(self, place: int) -> str:
         """The text that the target wrote after the prompt, the end of its turn included; empty where unknown."""
         message, prompt = self.messages[place], self.prompt(place)
         if not (message["content"].strip() or message.get("tool_calls") or message.get("reasoning_content")):
             return ""
         turns = turns_in(self.chat, self.messages[: place + 1], self.tools, self.keywords, prompt)
-        return written(self.chat, prompt, turns, message, cut=self.cut and place == self.places[-1])
+        return answer_text(self.chat, prompt, turns, message, cut=self.cut and place == self.places[-1])
 
     # -------------------------------------------------------------------------------------------- kept ids
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
-from spechead.data.written import CLOSED
+from spechead.data.answer_text import CLOSED
 from spechead.target.chat_template import SENTINEL, ChatTemplate, Keywords, Message, TemplateError, Tools
 
 Span = tuple[int, int]

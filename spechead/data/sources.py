@@ -121,14 +121,14 @@ def is_data(file: Path) -> bool:
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that tells the format, in lower case, without .gz."""
+    """The suffix that names the format, in lower case, without .gz."""
     name = path.name.lower()
     packed = name.endswith(".gz") and not name.endswith(".parquet.gz")
     return Path(name.removesuffix(".gz") if packed else name).suffix
 
 
 def file_rows(path: Path) -> Iterator[Row]:
-    """Rows of one file by its suffix; where that says nothing, a first character `[` tells an array from lines."""
+    """Rows of one file by its suffix; where that says nothing, a first character `[` marks an array."""
     if suffix_of(path) in OTHER_FORMATS:
         raise UserError(f"{path}: is of a format that is not read; give {', '.join(SUFFIXES)}, also .gz")
     suffix = suffix_of(path)

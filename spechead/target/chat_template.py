@@ -93,6 +93,12 @@ class ChatTemplate:
         """Token ids of the chat up to the assistant's answer."""
         return self.tokenize(self.prompt_text(messages, tools, keywords))
 
+    def ignores_tools(
+        self, messages: Sequence[Message], tools: Tools | None, keywords: Keywords | None, prompt: str
+    ) -> bool:
+        """Whether the tools leave no trace in `prompt`, the chat's own."""
+        return bool(tools) and prompt == self.prompt_text(messages, None, keywords)
+
     def tokenize(self, text: str) -> list[int]:
         """Ids of a rendered text; the template has already added the tokens that begin a sequence."""
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -121,7 +127,7 @@ class ChatTemplate:
     def end_token(self) -> str:
         """The control token that ends an assistant's turn, as text; empty if none does."""
         found = [(self.ending.index(token), -len(token), token) for token in self.control if token in self.ending]
-        return min((place for place in found if place[2]), default=(0, 0, ""))[2]
+        return min(found, default=(0, 0, ""))[2]
 
     @cached_property
     def terminator(self) -> str:
@@ -212,6 +218,8 @@ class ChatTemplate:
     def _source(self, tools: bool) -> str:
         """The template for chats with or without tools, its calls for today's date replaced by the date."""
         texts = self._texts or [self.tokenizer.get_chat_template(self.text or None)]  # the latter raises, with a reason
+        if not self.prints_date:
+            return texts[tools]
         return _TODAY.sub(lambda found: repr(self._date.strftime(found[1] or found[2] or "")), texts[tools])
 
     @cached_property

@@ -167,10 +167,10 @@ class Target:
     def reread(self, cache: KVCache, row: int, ids: Tensor) -> None:
         """Read the text `ids` [n] again as a whole, and put all but its last token into the row of `cache` in place of
         what is there."""
-        anew = KVCache()
-        self.forward(ids[None], cache=anew)
-        anew.crop(ids.shape[0] - 1)
-        cache.insert([row], anew)
+        fresh = KVCache()
+        self.forward(ids[None], cache=fresh)
+        fresh.crop(ids.shape[0] - 1)
+        cache.insert([row], fresh)
 
     @property
     def positions_text(self) -> str:

@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from spechead.data import encode as module
+from spechead.data.answer_text import complete, opened_thought, squeezed
 from spechead.data.conversation import Conversation, Unusable, conversation_of
 from spechead.data.encode import Encoded, encode
-from spechead.data.written import complete, opened_thought, squeezed
 from spechead.target.chat_template import SENTINEL, ChatTemplate
 from tests.data.test_encode_templates import CALL, TOOLS
 from tests.helpers.templates import DATE, FAMILIES, make_tokenizer

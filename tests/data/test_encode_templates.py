@@ -186,7 +186,7 @@ def row_of(name: str, kind: str) -> tuple[Row, list[str]]:
 
 
 def thinks(name: str, what: str) -> bool:
-    """Whether a thought is told from the answer: for gpt-oss, one in the text is text."""
+    """Whether a thought is distinguished from the answer: for gpt-oss, one in the text is text."""
     return what == "field" or (what == "<think>" and name != "gpt-oss")
 
 
@@ -347,7 +347,7 @@ def test_an_answer_that_merges_with_the_prompt_is_cut_where_decoding_begins(name
 
 
 def answered(name: str, *turns: Row, **more: Any) -> list[str]:
-    """What is supervised of a question and the turns behind it, as text."""
+    """What is supervised of a question and the turns after it, as text."""
     samples = encode(chat_of(name), conversation_of({"messages": [{"role": "user", "content": "Hi?"}, *turns]} | more))
     tokenizer = chat_of(name).tokenizer
     return [tokenizer.decode(ids, skip_special_tokens=False) for ids in answers(samples)]

@@ -1,4 +1,4 @@
-"""The check of regenerated data against a server; the server here is the tiny target behind a stand-in."""
+"""The check of regenerated data against a server; the server here is a stand-in with the tiny target."""
 
 from __future__ import annotations
 

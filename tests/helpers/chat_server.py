@@ -1,4 +1,4 @@
-"""A server with OpenAI's protocol that follows a script: it fails, stalls and answers as told."""
+"""A server with OpenAI's protocol that follows a script: it fails, stalls and answers as scripted."""
 
 from __future__ import annotations
 

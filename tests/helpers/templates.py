@@ -26,7 +26,7 @@ class Family:
     eos: str
     controls: tuple[str, ...] = ()
     words: tuple[str, ...] = ()
-    metaspace: bool = False  # as sentencepiece: a space belongs to the word behind it
+    metaspace: bool = False  # as sentencepiece: a space belongs to the word after it
 
     @property
     def special(self) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ def byte_level() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As sentencepiece: a space is part of the letter behind it, and a text begins as if behind a space."""
+    """As sentencepiece: a space is part of the letter after it, and a text begins as if after a space."""
     letters = [chr(code) for code in range(33, 127)]
     merges = [("▁", letter) for letter in letters] + [(".", ".")]
     fallback = [f"<0x{byte:02X}>" for byte in range(256)]

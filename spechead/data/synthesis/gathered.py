@@ -87,5 +87,8 @@ def attempts(rounds: Sequence[Round]) -> int:
     return sum(round_["attempts"] for round_ in rounds)
 
 
-def describe_counts(counts: Counter[str]) -> str:
-    return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+def describe_counts(counts: Counter[str], most: int = 0) -> str:
+    """`3 no user turn, 1 not valid JSON`; `most`: how many reasons are named, 0 for all."""
+    shown = [f"{count} {reason}" for reason, count in counts.most_common(most or None)]
+    left = len(counts) - len(shown)
+    return ", ".join(shown + [f"and {left} other reasons"] * (left > 0))

@@ -24,6 +24,7 @@ from spechead.data.messages import Unusable
 from spechead.data.sources import Row, parse, read_rows
 from spechead.data.synthesis.continuous import Continuation, ContinuousDecoder, Request
 from spechead.data.synthesis.dialogue import Answer, Dialogue, split_turns
+from spechead.data.synthesis.gathered import describe_counts
 from spechead.data.synthesis.journal import SETTINGS, Entries, Entry, Journal, Place, check_out
 from spechead.data.synthesis.server import ChatServer, warning_of
 from spechead.data.template_record import recorded_date
@@ -36,6 +37,7 @@ from spechead.target.chat_template import ChatTemplate, TemplateError
 from spechead.target.model import Target
 from spechead.target.options import TargetOptions
 
+MOST_REASONS = 3  # that a message names
 NAMED_REASONS = 20  # of dropped conversations in OUT.meta.json; the others are counted together
 
 
@@ -154,7 +156,7 @@ def survey(options: RegenerateOptions) -> Source:
         except Unusable as error:
             unusable[error.reason] += 1
     if not usable:
-        why = described(unusable) or "it has no rows"
+        why = describe_counts(unusable, MOST_REASONS) or "it has no rows"
         raise UserError(f"option prompts: {options.prompts} has no row with a user's turn ({why})")
     return Source(usable, unusable, sha.hexdigest())
 
@@ -206,9 +208,10 @@ class TargetWriter:
             """The next turn; None, where there is none: the dialogue is recorded."""
             if dialogue.open():
                 try:
-                    prompt = chat.prompt_ids(dialogue.messages, dialogue.tools, dialogue.keywords)
-                    if dialogue.tools and prompt == chat.prompt_ids(dialogue.messages, None, dialogue.keywords):
+                    text = chat.prompt_text(dialogue.messages, dialogue.tools, dialogue.keywords)
+                    if chat.ignores_tools(dialogue.messages, dialogue.tools, dialogue.keywords, text):
                         raise TemplateError("the chat template ignores tools")
+                    prompt = chat.tokenize(text)
                 except TemplateError as error:
                     dialogue.stop(f"refused by the chat template: {first_line(error.__cause__ or error)[:200]}")
                 else:
@@ -293,7 +296,7 @@ class Work:
         Which process has which follows from the numbers of the rows alone: processes that started earlier have already
         finished some, so that a share of the unfinished ones would not be the same seen from each.
         """
-        if next(self.dialogues(rank, world, finished), None) is None:
+        if all(number in finished for number in self.source.numbers if number % world == rank):
             return  # without touching OUT.partial/, which another process may be about to remove
         with self.journal.appending() as journal:
             total = sum(number % world == rank for number in self.source.numbers)
@@ -334,7 +337,7 @@ class Work:
     def failures(self) -> str:
         return (
             f"{self.failed.total()} of {len(self.source.numbers)} conversations failed at {self.options.server}: "
-            f"{described(self.failed)}"
+            f"{describe_counts(self.failed, MOST_REASONS)}"
         )
 
 
@@ -347,7 +350,7 @@ class Rate:
     def __call__(self, tokens: int) -> None:
         self.tokens += tokens
         rate = self.tokens / max(1e-9, time.monotonic() - self.started)
-        self.progress.advance(0, note=f"{rate:.0f} tokens/s" if self.tokens else "")  # a server may not tell
+        self.progress.advance(0, note=f"{rate:.0f} tokens/s" if self.tokens else "")  # a server may not report them
 
 
 # ------------------------------------------------------------------------------------------------ the result
@@ -393,8 +396,8 @@ def write_rows(options: RegenerateOptions, journal: Journal, finished: dict[int,
         if not rows:
             remove(journal.partial)
             raise UserError(
-                f"option prompts: no conversation was answered ({described(dropped)}); look at the rows with "
-                "`spechead data inspect`"
+                f"option prompts: no conversation was answered ({describe_counts(dropped, MOST_REASONS)}); look at the "
+                "rows with `spechead data inspect`"
             )
     sums = {name: counts.pop(name, 0) for name in ("turns", "tokens", "truncated", "refused")}
     named = dict(dropped.most_common(NAMED_REASONS))
@@ -416,16 +419,10 @@ def report(options: RegenerateOptions, meta: dict[str, Any]) -> None:
     parts += [f"{meta[name]} {name}" for name in ("truncated", "refused") if meta[name]]
     for name in ("dropped", "failed", "unusable"):
         if meta[name]:
-            parts.append(f"{sum(meta[name].values())} {name} ({described(Counter(meta[name]))})")
+            parts.append(f"{sum(meta[name].values())} {name} ({describe_counts(Counter(meta[name]), MOST_REASONS)})")
     print(f"{options.out}: {', '.join(parts)}")
     if warning := warning_of(Counter(meta["server"]), meta["target"]):
         print(f"warning: {warning}")
-
-
-def described(counts: Counter[str]) -> str:
-    """`3 no user turn, 1 not valid JSON`"""
-    shown = [f"{count} {reason}" for reason, count in counts.most_common(3)]
-    return ", ".join(shown + [f"and {len(counts) - 3} other reasons"] * (len(counts) > 3))
 
 
 def recorded(options: RegenerateOptions) -> dict[str, Any]:

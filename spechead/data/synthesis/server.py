@@ -168,7 +168,7 @@ class ChatServer:
         return request
 
     def _compare_prompt(self, ids: Any, dialogue: Dialogue) -> None:
-        """Count the prompts whose ids the server tells, and those that our chat template renders differently."""
+        """Count the prompts whose ids the server returns, and those that our chat template renders differently."""
         if self.prompt_ids is None or not isinstance(ids, list):
             return
         dialogue.counts["prompts compared"] += 1

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,10 +19,9 @@ from spechead.data.preparation.prepared import IDS, INDEX, open_prepared
 from spechead.errors import UserError
 from spechead.target.chat_template import ChatTemplate
 from tests.data.preparation.test_row_encoder import FORGETS, chat_row
+from tests.helpers.processes import begin, end
 from tests.helpers.targets import make_target, make_toy_tokenizer
 from tests.test_pool import alive
-
-ROOT = Path(__file__).parents[3]
 
 
 def write(path: Path, rows: Sequence[Any]) -> str:
@@ -333,22 +329,10 @@ print(len(data.samples))
 """
 
 
-def begin(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, *arguments],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-
-
 @pytest.mark.slow
 def test_of_two_processes_one_writes_and_both_read(tmp_path: Path, cache: Path) -> None:
     source = write(tmp_path / "a.jsonl", [chat_row("Hi", f"{i}") for i in range(20)])
-    outputs = [process.communicate(timeout=60) for process in (begin(source), begin(source))]
+    outputs = [process.communicate(timeout=60) for process in (begin(SCRIPT, source), begin(SCRIPT, source))]
     assert sorted(out.split() for out, _ in outputs) == [["20"], ["writes", "20"]], outputs
     assert len(visible(cache)) == 1
 
@@ -358,17 +342,13 @@ def test_an_interrupted_preparation_leaves_no_process_and_no_set(tmp_path: Path,
     (tmp_path / "out").mkdir()
     out = tmp_path / "out" / "set"
     source = write(tmp_path / "a.jsonl", [chat_row("Hi", f"{i}") for i in range(5000)])
-    process = begin(source, str(out))
+    process = begin(SCRIPT, source, str(out))
     deadline = time.monotonic() + 60
     while not (workers := children(process.pid)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert workers
     time.sleep(0.2)
-    try:
-        os.killpg(process.pid, sent) if sent == signal.SIGINT else process.send_signal(sent)
-        process.communicate(timeout=30)
-    finally:
-        process.kill()
+    end(process, sent)
     assert process.returncode == -sent
     while any(map(alive, workers)) and time.monotonic() < deadline:
         time.sleep(0.02)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from spechead.data.written import complete, opened_thought, squeezed, turns_in, written
+from spechead.data.answer_text import answer_text, complete, opened_thought, squeezed, turns_in
 from spechead.target.chat_template import ChatTemplate
 from tests.data.test_encode import ASSISTANT, TURN, make_tokenizer
 
@@ -25,14 +25,14 @@ def answer(content: str, **more: Any) -> dict[str, Any]:
 
 def test_a_turn_that_has_all_of_the_answer_is_used() -> None:
     turns = ["other<|im_end|>\n", "[Yo]<|im_end|>\n", "Yo!<|im_end|>\n"]
-    assert written(CHAT, ASKED, turns, answer("Yo"), cut=False) == "[Yo]<|im_end|>"
-    assert written(CHAT, ASKED, turns, answer("Yo"), cut=True) == "[Yo]"
+    assert answer_text(CHAT, ASKED, turns, answer("Yo"), cut=False) == "[Yo]<|im_end|>"
+    assert answer_text(CHAT, ASKED, turns, answer("Yo"), cut=True) == "[Yo]"
 
 
 @pytest.mark.parametrize("turns", [[], ["other<|im_end|>\n"]])
 def test_without_one_the_answer_is_composed(turns: list[str]) -> None:
-    assert written(CHAT, ASKED, turns, answer("Yo"), cut=False) == "Yo<|im_end|>"
-    assert written(CHAT, ASKED, turns, answer("Yo"), cut=True) == "Yo"
+    assert answer_text(CHAT, ASKED, turns, answer("Yo"), cut=False) == "Yo<|im_end|>"
+    assert answer_text(CHAT, ASKED, turns, answer("Yo"), cut=True) == "Yo"
 
 
 def turns(template: str, *messages: dict[str, Any]) -> list[str]:
@@ -78,21 +78,21 @@ def test_a_turn_that_cannot_be_told_from_those_before_is_not_given() -> None:
 def test_a_thought_after_a_closed_one_is_never_written() -> None:
     closed = ASKED + "<think>\n\n</think>\n\n"
     for message in (answer("<think>a</think>b"), answer("b", reasoning_content="a")):
-        assert written(THINKS, closed, ["<think>a</think>b<|im_end|>\n"], message, cut=False) == ""
-    assert written(THINKS, closed, ["b<|im_end|>\n"], answer("b"), cut=False) == "b<|im_end|>"
+        assert answer_text(THINKS, closed, ["<think>a</think>b<|im_end|>\n"], message, cut=False) == ""
+    assert answer_text(THINKS, closed, ["b<|im_end|>\n"], answer("b"), cut=False) == "b<|im_end|>"
 
 
 def test_an_answer_cut_within_its_thought_ends_there() -> None:
     opened = ASKED + "<think>\n"
-    assert written(THINKS, opened, [], answer("so"), cut=True) == "so"
-    assert written(THINKS, opened, [], answer("<think>\nso"), cut=True) == "so"
-    assert written(THINKS, ASKED, ["x"], answer("<think>\nso"), cut=True) == "<think>\nso"
+    assert answer_text(THINKS, opened, [], answer("so"), cut=True) == "so"
+    assert answer_text(THINKS, opened, [], answer("<think>\nso"), cut=True) == "so"
+    assert answer_text(THINKS, ASKED, ["x"], answer("<think>\nso"), cut=True) == "<think>\nso"
     assert (
-        written(THINKS, ASKED, ["<think>so</think><|im_end|>\n"], answer("", reasoning_content="so"), cut=True)
+        answer_text(THINKS, ASKED, ["<think>so</think><|im_end|>\n"], answer("", reasoning_content="so"), cut=True)
         == "<think>so"
     )
     # Where the template knows no thoughts, a tag is a part of the answer.
-    assert written(CHAT, ASKED, ["<div> a<|im_end|>\n"], answer("<div> a"), cut=True) == "<div> a"
+    assert answer_text(CHAT, ASKED, ["<div> a<|im_end|>\n"], answer("<div> a"), cut=True) == "<div> a"
 
 
 def test_every_call_must_be_there() -> None:

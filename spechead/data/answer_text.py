@@ -17,7 +17,7 @@ CLOSED = re.compile(r"</([\w:]+)>\s*\Z")  # the prompt holds an empty one
 LEADING = re.compile(r"\A\s*<([\w:]+)>\s*")
 
 
-def written(chat: ChatTemplate, prompt: str, turns: Iterable[str], message: Message, *, cut: bool) -> str:
+def answer_text(chat: ChatTemplate, prompt: str, turns: Iterable[str], message: Message, *, cut: bool) -> str:
     """What the target wrote after `prompt`, the end of its turn included; empty where that cannot be determined.
 
     `turns`: as `turns_in` gives them. `cut`: the length cap ended the answer, so that it has no terminator.
@@ -39,7 +39,7 @@ def turns_in(
     chat: ChatTemplate, messages: Sequence[Message], tools: Tools | None, keywords: Keywords, prompt: str
 ) -> Iterator[str]:
     """What the template writes after `prompt` for the last of `messages`: what follows in a render of them; where that
-    writes earlier turns otherwise, what follows in the render behind the message before."""
+    writes earlier turns otherwise, what follows in the render after the message before."""
     try:  # some templates want a chat to end with the user
         rendered = chat.render(messages, tools, keywords=keywords)
         if rendered.startswith(prompt):
